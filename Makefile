@@ -1,0 +1,45 @@
+# make demo   sets everything up on a fresh machine, converts the trained example model and decodes with it
+# make test   sets everything up and runs the tests (no GPU needed)
+# make lint   ruff and mypy            make lib   builds the CUDA library (needs nvcc and cmake)
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
+CUDA_ARCHS ?= 90
+JOBS ?= 2
+
+.PHONY: demo test test-cpu lint lib clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest tests/cpu -n 2 --dist loadfile --cov --cov-report=term --cov-fail-under=90
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lib: $(VENV)/.demo
+	PYTHON=$(BIN)/python CUDA_ARCHS="$(CUDA_ARCHS)" JOBS=$(JOBS) build_scripts/build_plugins.sh
+
+# One environment; the stamps record what has been installed into it.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Choose one with: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "cannot create a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.made pyproject.toml requirements/constraints.txt
+	$(PIP) -e '.[torch,progress]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.made pyproject.toml requirements/constraints.txt
+	$(PIP) -e '.[test,lint]'
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

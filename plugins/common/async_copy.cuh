@@ -1,0 +1,102 @@
+//! Asynchronous copies from global to shared memory: bulk copies that complete on an mbarrier from sm_90 on, 16-byte
+//! cp.async before. Sizes, addresses and strides are multiples of 16 bytes.
+#pragma once
+
+#include "numeric.cuh"
+
+namespace replayssm {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define REPLAYSSM_BULK_COPY 1
+#else
+#define REPLAYSSM_BULK_COPY 0
+#endif
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+//! One buffer that is filled again and again. Every fill has kParts announcements (announce), in any order with its copies.
+class CopyBarrier {
+public:
+    //! By one thread; a __syncthreads must lie between this and any other use.
+    static __device__ __forceinline__ void init(uint64_t* barrier, int parts) {
+#if REPLAYSSM_BULK_COPY
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(parts) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+
+    //! By one thread: `bytes` more will arrive in this fill.
+    static __device__ __forceinline__ void announce(uint64_t* barrier, uint32_t bytes) {
+#if REPLAYSSM_BULK_COPY
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+#endif
+    }
+
+    //! By every thread of the block, the same number of times as fills: returns when fill number `fill` is in shared memory.
+    static __device__ __forceinline__ void wait(uint64_t* barrier, int fill) {
+#if REPLAYSSM_BULK_COPY
+        const uint32_t parity = fill & 1;
+        uint32_t done = 0;
+        while (!done) {
+            asm volatile(
+                "{\n .reg .pred p;\n"
+                " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                " selp.u32 %0, 1, 0, p;\n}"
+                : "=r"(done)
+                : "r"(shared_address(barrier)), "r"(parity)
+                : "memory");
+        }
+#else
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+#endif
+    }
+};
+
+//! L2 policy for bytes that are read once.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+    uint64_t policy = 0;
+#if REPLAYSSM_BULK_COPY
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+
+//! By one thread: `bytes` from source to shared memory.
+__device__ __forceinline__ void copy_row(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
+#if REPLAYSSM_BULK_COPY
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)),
+        "l"(source), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+#else
+    for (uint32_t i = 0; i < bytes; i += 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) + i),
+            "l"(static_cast<const char*>(source) + i)
+            : "memory");
+    }
+#endif
+}
+
+//! By every thread of the block: a large contiguous piece that is read once.
+__device__ __forceinline__ void copy_block(void* target, const void* source, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+#if REPLAYSSM_BULK_COPY
+    if (threadIdx.x == 0) {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                shared_address(target)),
+            "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+            : "memory");
+    }
+#else
+    for (uint32_t i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) + i),
+            "l"(static_cast<const char*>(source) + i)
+            : "memory");
+    }
+#endif
+}
+
+} // namespace replayssm

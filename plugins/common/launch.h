@@ -1,0 +1,60 @@
+//! Launch helpers: every launch gets its stream and a check, large shared memory is asked for once per kernel and device.
+#pragma once
+
+#include "checks.h"
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+namespace replayssm {
+
+constexpr int kMaxDevices = 64;
+
+inline void check_cuda(cudaError_t error, const char* what) {
+    if (error != cudaSuccess) fail(REPLAYSSM_CUDA_ERROR, what, ": ", cudaGetErrorString(error));
+}
+
+struct DeviceLimits {
+    int device = 0;
+    int multiprocessors = 0;
+    int block_shared_bytes = 0; // most shared memory that one block may ask for
+};
+
+//! Of the current device; asked for once per device.
+inline DeviceLimits device_limits() {
+    static std::atomic<int> multiprocessors[kMaxDevices], shared_bytes[kMaxDevices];
+    DeviceLimits limits;
+    check_cuda(cudaGetDevice(&limits.device), "cudaGetDevice");
+    require_range("device index", limits.device, 0, kMaxDevices - 1);
+    int count = multiprocessors[limits.device].load(), bytes = shared_bytes[limits.device].load();
+    if (count == 0 || bytes == 0) {
+        check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, limits.device), "multiprocessor count");
+        check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, limits.device), "shared memory limit");
+        multiprocessors[limits.device] = count;
+        shared_bytes[limits.device] = bytes;
+    }
+    limits.multiprocessors = count;
+    limits.block_shared_bytes = bytes;
+    return limits;
+}
+
+//! Launch kernel<<<grid, threads, shared_bytes, stream>>>(params). One static per kernel remembers what was asked for.
+template <auto kKernel, class Params>
+void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, const Params& params) {
+    static std::atomic<size_t> granted[kMaxDevices];
+    const DeviceLimits limits = device_limits();
+    if (shared_bytes > static_cast<size_t>(limits.block_shared_bytes)) {
+        fail(REPLAYSSM_UNSUPPORTED, name, " needs ", shared_bytes, " bytes of shared memory for this spec; the device gives ",
+            limits.block_shared_bytes);
+    }
+    if (granted[limits.device].load() < shared_bytes + 1) {
+        check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), name);
+        check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
+        granted[limits.device] = shared_bytes + 1;
+    }
+    kKernel<<<grid, threads, shared_bytes, stream>>>(params);
+    check_cuda(cudaGetLastError(), name);
+}
+
+} // namespace replayssm

@@ -1,0 +1,91 @@
+"""StatePool: the slots of one layer as torch memory, viewed through a layout. Knows no offsets of its own.
+
+The memory is one uint8 tensor [slots, stride_bytes]; ``pool["state"]`` is a strided view of it with the region's dtype and
+shape [slots, ...], so that writing to the view writes the slot. Torch is imported when a pool is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Union
+
+from .errors import require
+from .layout import ROW_ALIGNMENT, ConvLayout, SlotLayout
+from .spec import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+Layout = Union[SlotLayout, ConvLayout]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of one of the names in spec.DTYPE_BYTES."""
+    import torch
+
+    require(name in DTYPE_BYTES, f"dtype is {name!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+    dtype = torch.float8_e4m3fn if name == "float8_e4m3" else getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class StatePool:
+    """Slots of one layer.
+
+    Args:
+        layout: a SlotLayout or ConvLayout.
+        memory: uint8 [slots, stride_bytes], last axis dense, base and stride multiples of 16, stride_bytes >=
+            layout.slot_bytes. A larger stride is how a TensorRT-LLM pool, sized from its config, holds our slot.
+
+    Raises:
+        ReplayError: memory of another dtype, rank, alignment, or too narrow.
+    """
+
+    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
+        import torch
+
+        require(memory.dtype == torch.uint8, f"memory is {memory.dtype}; it must be torch.uint8")
+        require(memory.dim() == 2, f"memory has shape {tuple(memory.shape)}; it must be [slots, stride_bytes]")
+        require(memory.stride(1) == 1, "memory must be dense along its last axis")
+        need = layout.slot_bytes
+        require(memory.shape[1] >= need, f"memory rows are {memory.shape[1]} bytes; this layout needs at least {need}")
+        for what, value in (("row stride", memory.stride(0)), ("base address", memory.data_ptr())):
+            require(value % ROW_ALIGNMENT == 0, f"memory {what} is {value}; it must be a multiple of {ROW_ALIGNMENT}")
+        self.layout = layout
+        self.memory = memory
+        self._views = {r.name: self._view(r.name) for r in layout.regions}
+
+    @classmethod
+    def allocate(cls, layout: Layout, slots: int, device: torch.device | str = "cpu") -> StatePool:
+        """A zeroed pool of ``slots`` slots, every slot reset (empty window, zero state)."""
+        import torch
+
+        require(slots >= 1, f"slots is {slots}; it must be at least 1")
+        pool = cls(layout, torch.zeros(slots, layout.slot_bytes, dtype=torch.uint8, device=device))
+        if isinstance(layout, SlotLayout):
+            limits = [layout.spec.first_limit(i) for i in range(slots)]
+            pool["cursor"][..., 3] = torch.tensor(limits, dtype=torch.int16, device=device)[:, None, None]
+            if "read_scale" in layout:
+                pool["read_scale"].fill_(1.0)
+        return pool
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return int(self.memory.shape[0])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """View of a region: [slots, *region.shape]. Raises ReplayError for a region that the layout lacks."""
+        if name not in self._views:
+            self.layout[name]  # raises, naming what there is
+        return self._views[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
+
+    def _view(self, name: str) -> torch.Tensor:
+        region = self.layout[name]
+        size = DTYPE_BYTES[region.dtype]
+        flat = self.memory[:, region.offset : region.end].view(torch_dtype(region.dtype))
+        stride = (flat.stride(0), *region.strides)
+        assert region.nbytes % size == 0
+        return flat.as_strided((self.slots, *region.shape), stride, flat.storage_offset())
