@@ -105,8 +105,6 @@ class _Builder:
         self.offset = offset + nbytes
 
 
-
-
 class _Layout:
     """Behaviour shared by SlotLayout and ConvLayout; ``spec`` and ``_build`` come from the subclass."""
 
@@ -134,7 +132,7 @@ class _Layout:
         return self._by_name[name]
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and bytes(self) == bytes(other)  # type: ignore[call-overload]
+        return type(self) is type(other) and bytes(self) == bytes(other)
 
     def __hash__(self) -> int:
         return hash(bytes(self))
@@ -213,12 +211,17 @@ class _Layout:
             raise ReplayError(f"layout text is not JSON: {error}") from None
         require(isinstance(data, Mapping), "layout text must be a JSON object")
         require(data.get("layout") == cls.kind, f"layout is {data.get('layout')!r}; this reads {cls.kind!r}")
-        require(data.get("version") == LAYOUT_VERSION, f"version is {data.get('version')!r}; it must be {LAYOUT_VERSION}")
+        require(
+            data.get("version") == LAYOUT_VERSION, f"version is {data.get('version')!r}; it must be {LAYOUT_VERSION}"
+        )
         spec_type = RecurrenceSpec if cls.kind == "slot" else ConvSpec
         layout = cls(spec_type.from_dict(data.get("spec", {})))
         own = json.loads(layout.to_json())
         for key in ("slot_bytes", "regions"):
-            require(data.get(key) == own[key], f"{key} in the layout text differs from what its spec gives: {data.get(key)!r}")
+            require(
+                data.get(key) == own[key],
+                f"{key} in the layout text differs from what its spec gives: {data.get(key)!r}",
+            )
         return layout
 
 

@@ -127,7 +127,9 @@ class RecurrenceSpec:
         require_int("spec_len", self.spec_len, 1, MAX_SPEC_LEN, " (1 + draft tokens)")
         require_choice("read_copy", self.read_copy, READ_COPIES)
         require(
-            self.read_copy == "none" or self.state_dtype in ("float32", "float64") or self.read_copy in ("fp8_e4m3", "int8"),
+            self.read_copy == "none"
+            or self.state_dtype in ("float32", "float64")
+            or self.read_copy in ("fp8_e4m3", "int8"),
             f"read_copy is {self.read_copy} with state_dtype {self.state_dtype}; a 16-bit copy saves nothing over a "
             "16-bit state: use none, fp8_e4m3 or int8",
         )

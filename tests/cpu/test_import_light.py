@@ -1,0 +1,83 @@
+"""The package, its command line and the planner work where numpy is the only other package, on every import path.
+
+A child process refuses the import of everything else before it imports anything; the last test shows that it does.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from published_configs import NANO
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKED = ("torch", "safetensors", "tokenizers", "jinja2", "matplotlib", "rich", "transformers", "tensorrt",
+           "tensorrt_rtx", "tensorrt_llm", "triton")  # fmt: skip
+PRELUDE = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {BLOCKED!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse())
+sys.path.insert(0, {str(ROOT)!r})
+"""
+
+
+def child(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return child(f"from trtllm_replayssm.cli import main\nsys.exit(main({list(words)!r}))")
+
+
+def test_import_takes_nothing_else() -> None:
+    code = "import trtllm_replayssm\nprint(sorted({m.split('.')[0] for m in sys.modules} & {'numpy', 'torch'}))"
+    done = child(code)
+    assert done.returncode == 0, done.stderr
+    assert "torch" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["doctor", "--help"]])
+def test_help(words: list[str]) -> None:
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    assert "trtllm-replayssm" in done.stdout
+
+
+def test_plan_of_a_preset() -> None:
+    done = command("plan", "nemotron-3-super", "--batch", "256", "--window", "16", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["memory"]["ring_bytes_per_token"] == 18_944
+
+
+@pytest.mark.parametrize("kind", ["published", "converted"])
+def test_plan_of_a_config(kind: str, tmp_path: Path) -> None:
+    config = NANO
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if kind == "converted":
+        from trtllm_replayssm.models.checkpoint import trtllm_config
+        from trtllm_replayssm.models.hf import read_hf_config
+
+        (tmp_path / "config.json").write_text(json.dumps(trtllm_config(read_hf_config(tmp_path))), encoding="utf-8")
+    done = command("plan", str(tmp_path), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["model"]["params"] == 3_973_556_832
+
+
+def test_plot_says_what_is_missing(tmp_path: Path) -> None:
+    done = command("plan", "qwen3.5-4b", "--plot", str(tmp_path / "a.png"))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "pip install 'trtllm-replayssm[plot]'" in done.stderr
+
+
+def test_a_command_that_needs_torch_is_refused_here() -> None:
+    """Teeth: the block works, so the tests above mean what they say."""
+    assert child("import torch").returncode != 0
