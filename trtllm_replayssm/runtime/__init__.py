@@ -1,0 +1,1 @@
+"""Running a model: the memory of its sequences, sessions, sampling, text."""
