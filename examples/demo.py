@@ -1,6 +1,6 @@
 """The main job in one go, on any machine: convert a trained hybrid checkpoint, decode with it both ways, plan a server.
 
-Runs the same commands that a user would type, printing each before it runs. Stops at the first that fails, with its code.
+Runs the commands that a user would type, printing each before it runs. Stops at the first that fails, with its code.
 Needs the ``torch`` extra (``make demo`` installs it); takes about a minute on two CPU cores.
 """
 
@@ -25,7 +25,7 @@ def commands(out: Path) -> list[tuple[str, list[str]]]:
     return [
         (
             "A trained Nemotron-H-kind model (HF format) becomes a checkpoint",
-            ["convert", model, checkpoint, "--overwrite"],
+            ["convert", model, checkpoint, "--dtype", "float32", "--overwrite"],
         ),
         (
             "Conventional and ReplaySSM decoding side by side, 200 bytes of code",

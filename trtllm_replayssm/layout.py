@@ -1,8 +1,9 @@
 """SlotLayout and ConvLayout: where every byte of a slot lies. The only place in Python that knows offsets.
 
 One sequence's memory for one layer is one contiguous block, the slot. Regions follow each other, each starting on a
-128-byte line, each row inside a region on 16 bytes. The C side (plugins/common/slot_layout.h) computes the same numbers;
-``bytes(layout)`` is the packed struct that both sides compare. Needs the standard library alone (Python 3.9 included).
+128-byte line, each row inside a region on 16 bytes. The C side (plugins/common/slot_layout.h) computes the same
+numbers; ``bytes(layout)`` is the packed struct that both sides compare. Needs the standard library alone (Python 3.9
+included).
 
 Cursors are four int16 words ``origin, history_len, pending_len, limit``:
     origin       ring row of the oldest committed token, in [0, ring_rows)

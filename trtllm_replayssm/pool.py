@@ -1,12 +1,12 @@
 """StatePool: the slots of one layer as torch memory, viewed through a layout. Knows no offsets of its own.
 
-The memory is one uint8 tensor [slots, stride_bytes]; ``pool["state"]`` is a strided view of it with the region's dtype and
-shape [slots, ...], so that writing to the view writes the slot. Torch is imported when a pool is made.
+The memory is one uint8 tensor [slots, stride_bytes]; ``pool["state"]`` is a strided view of it with the region's dtype
+and shape [slots, ...], so that writing to the view writes the slot. Torch is imported when a pool is made.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from .errors import require
 from .layout import ROW_ALIGNMENT, ConvLayout, SlotLayout
@@ -15,7 +15,7 @@ from .spec import DTYPE_BYTES
 if TYPE_CHECKING:
     import torch
 
-Layout = Union[SlotLayout, ConvLayout]
+Layout = SlotLayout | ConvLayout
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -178,7 +178,7 @@ class RecurrenceSpec:
 
     @property
     def ring_rows(self) -> int:
-        """R: committed rows (at most max(window, spec_len)) plus one step's tokens, so an append never meets a live row."""
+        """R: at most max(window, spec_len) committed rows plus one step's tokens: an append never meets a live row."""
         return max(self.window, self.spec_len) + self.spec_len
 
     @property

@@ -1,0 +1,73 @@
+"""The command line: ``trtllm-replayssm COMMAND ...``.
+
+Exit codes: 0 done, 1 a comparison failed, 2 bad input (one line on stderr), 130 interrupted, 141 the reader of stdout
+went away. Importing this and ``--help`` load neither torch nor any command but the one that is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .. import __version__
+from ..errors import ReplayError
+from .common import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, PROG, Parser, close_stdout, report_error
+
+#: Command, module that has add_arguments(parser) and main(args) -> int, one line of help.
+COMMANDS = {
+    "convert": ("trtllm_replayssm.cli.convert", "Hugging Face checkpoint -> checkpoint directory"),
+    "run": ("trtllm_replayssm.cli.run", "text from a checkpoint; ReplaySSM against conventional decoding"),
+    "plan": ("trtllm_replayssm.plan", "memory, traffic, best window and predicted speed-up of a model on a GPU"),
+    "doctor": ("trtllm_replayssm.doctor", "what is installed, what works, what to do about the rest"),
+}
+
+
+class _Top(Parser):
+    """The parser without a command: says which there are."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}; see {PROG} --help")
+
+
+def build_parser(command: str | None) -> Parser:
+    """The whole parser, with the options of ``command`` alone filled in."""
+    parser = _Top(prog=PROG, description="ReplaySSM decoding for hybrid (attention + state-space) models.")
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for name, (module, text) in COMMANDS.items():
+        child = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == command:
+            importlib.import_module(module).add_arguments(child)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code and raises nothing but SystemExit (from --help and bad options)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((a for a in arguments if not a.startswith("-")), None)
+    try:
+        args = build_parser(command).parse_args(arguments)
+        code = int(importlib.import_module(COMMANDS[args.command][0]).main(args))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        close_stdout()
+        return EXIT_PIPE
+    except ReplayError as error:
+        report_error(str(error))
+    except (OSError, MemoryError) as error:
+        report_error(str(error) or "out of memory")
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        report_error(f"out of memory; use a smaller --max-batch or another --device ({error})")
+    return EXIT_BAD_INPUT
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch ran out of memory, on the GPU or (DefaultCPUAllocator) on the host. Needs no torch."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)

@@ -1,0 +1,55 @@
+"""``trtllm-replayssm convert HF_DIR OUT_DIR``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .common import print_json, progress
+
+AUTO = "auto"
+DTYPES = (AUTO, "bfloat16", "float16", "float32")
+_MOST_SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``convert`` to a parser."""
+    add = parser.add_argument
+    add("hf_dir", metavar="HF_DIR", help="directory with config.json and safetensors, as published")
+    add("out_dir", metavar="OUT_DIR", help="checkpoint directory to make")
+    add("--dtype", choices=DTYPES, default=AUTO, help="of the weights (default auto: as published)")
+    add("--overwrite", action="store_true", help="replace OUT_DIR if it is a checkpoint already")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``convert``. Returns 0. Raises ReplayError for bad input; OUT_DIR is then not there."""
+    from ..models.checkpoint import convert
+    from ..models.hf import read_hf_config
+
+    dtype = read_hf_config(args.hf_dir).dtype if args.dtype == AUTO else args.dtype
+    with progress("converting") as update:
+        summary = convert(args.hf_dir, args.out_dir, dtype=dtype, overwrite=args.overwrite, progress=update)
+    if args.json:
+        print_json(summary)
+    else:
+        print(render(args.out_dir, summary))
+    return 0
+
+
+def render(out_dir: str, summary: dict[str, Any]) -> str:
+    """The summary as lines of text."""
+    width = max((len(key) for key in summary), default=0)
+    lines = [f"  {key.replace('_', ' '):{width}}  {_shown(value)}" for key, value in summary.items()]
+    return "\n".join([f"checkpoint written to {out_dir}", *lines])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        value = [f"{k} {_shown(v)}" for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        more = [f"and {len(value) - _MOST_SHOWN:,} more"] if len(value) > _MOST_SHOWN else []
+        return ", ".join([*map(_shown, value[:_MOST_SHOWN]), *more]) or "none"
+    return str(value)

@@ -1,0 +1,132 @@
+"""What ``run`` was asked for, checked and loaded: prompts as token ids, sampling, end tokens, model, tokenizer.
+
+Everything that can be refused without reading weights is refused before any is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import require
+from ..runtime.tokenizer import read_json_object
+from ..spec import MAX_SPEC_LEN, MAX_WINDOW, require_int
+from . import prompts as prompt_sources
+from .common import PROG
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.config import HybridConfig
+    from ..runtime.sampling import SamplingParams
+    from ..runtime.tokenizer import Tokenizer
+    from ..runtime.torch_session import TorchSession
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that is known to be possible.
+
+    Attributes:
+        args: the options. texts: prompts as given. ids: their token ids. eos: end tokens.
+        sampling: of the first prompt. positions: to reserve per sequence.
+        tokenizer, config, weights, device: the model.
+    """
+
+    args: argparse.Namespace
+    texts: list[str]
+    ids: list[list[int]]
+    eos: list[int]
+    sampling: SamplingParams
+    positions: int
+    tokenizer: Tokenizer
+    config: HybridConfig
+    weights: dict[str, torch.Tensor]
+    device: torch.device
+
+    def session(self, *, window: int, draft_tokens: int, read_copy: str) -> TorchSession:
+        """A session for as many prompts at once as --max-batch allows."""
+        from ..runtime.torch_session import TorchSession
+
+        return TorchSession(
+            (self.config, self.weights),
+            max_batch=min(self.args.max_batch, len(self.ids)),
+            max_positions=self.positions,
+            window=window,
+            spec_len=1 + draft_tokens,
+            read_copy=read_copy,
+            state_dtype=self.args.state_dtype,
+            device=self.device,
+        )
+
+
+def load(args: argparse.Namespace) -> Request:
+    """Check ``args``, read prompts, checkpoint and tokenizer.
+
+    Raises:
+        ReplayError: anything that is wrong with them.
+    """
+    check_numbers(args)
+    directory = Path(args.checkpoint)
+    check_checkpoint(directory)
+    texts = prompt_sources.collect(args.prompt, args.prompt_file)
+    from ..models.checkpoint import read_checkpoint_config
+    from ..runtime.sampling import SamplingParams
+    from ..runtime.tokenizer import load_tokenizer
+    from ..runtime.torch_session import find_device, load_model
+
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    device = find_device(args.device)
+    config = read_checkpoint_config(directory)
+    tokenizer = load_tokenizer(directory, config.vocab_size)
+    ids = [tokenizer.encode_chat(t) if args.chat else tokenizer.encode(t) for t in texts]
+    positions = position_limit(ids, args.max_new_tokens + args.draft_tokens, config.max_positions)
+    eos = [] if args.ignore_eos else end_tokens(directory, config.eos_token_ids)
+    config, weights = load_model(directory, dtype=args.dtype, device=device)
+    return Request(args, texts, ids, eos, sampling, positions, tokenizer, config, weights, device)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise ReplayError for whole numbers out of range (sampling parameters check themselves)."""
+    require_int("--max-new-tokens", args.max_new_tokens, 1, 1 << 24)
+    require_int("--window", args.window, 1, MAX_WINDOW, " (1 is conventional decoding)")
+    why = f" (a step carries the token itself and its drafts, {MAX_SPEC_LEN} at most)"
+    require_int("--draft-tokens", args.draft_tokens, 0, MAX_SPEC_LEN - 1, why)
+    require_int("--max-batch", args.max_batch, 1, 65536)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raise ReplayError unless ``path`` looks like a directory that `convert` made."""
+    require(path.exists(), f"checkpoint {path} does not exist; make one with: {PROG} convert HF_DIR {path}")
+    require(path.is_dir(), f"checkpoint {path} is not a directory; give the one that `{PROG} convert` made")
+    config_path = path / "config.json"
+    require(config_path.exists(), f"checkpoint {path} has no config.json; it must be made by: {PROG} convert")
+    config = read_json_object(config_path)
+    require(
+        "architecture" in config or not {"model_type", "architectures", "text_config"} & config.keys(),
+        f"{path} is a Hugging Face checkpoint; convert it first with: {PROG} convert {path} OUT_DIR",
+    )
+
+
+def end_tokens(checkpoint: Path, default: Sequence[int]) -> list[int]:
+    """eos_token_id of generation_config.json, where it names any, else ``default``."""
+    path = checkpoint / "generation_config.json"
+    value = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    ids = list(default) if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        require_int(f"eos_token_id in {path}", token, 0, 1 << 24)
+    return ids
+
+
+def position_limit(prompts: Sequence[Sequence[int]], new_tokens: int, most: int) -> int:
+    """Positions to reserve per sequence: what the longest prompt can need, within the model's limit ``most``."""
+    for i, prompt in enumerate(prompts):
+        require(len(prompt) > 0, f"prompt {i} is empty; it must have at least one token")
+        require(
+            len(prompt) < most,
+            f"prompt {i} has {len(prompt)} tokens; the model's position limit is {most}, of which one must be left",
+        )
+    return min(most, max(len(p) for p in prompts) + new_tokens)
