@@ -1,0 +1,100 @@
+"""StatePool: views of a layout's regions in uint8 memory, of any stride, and the memory that is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.shapes import ODD
+from trtllm_replayssm import ConvLayout, ConvSpec, ReplayError, SlotLayout
+from trtllm_replayssm.pool import StatePool, torch_dtype
+from trtllm_replayssm.spec import DTYPE_BYTES
+
+LAYOUTS = [
+    SlotLayout(ODD[0].spec(window=3, read_copy="fp8_e4m3")),
+    SlotLayout(ODD[3].spec(window=2, spec_len=2, read_copy="int8", state_dtype="bfloat16")),
+    SlotLayout(ODD[6].spec(read_copy="bf16", act_dtype="float16")),
+    SlotLayout(ODD[8].spec(act_dtype="float64", state_dtype="float64")),
+    ConvLayout(ConvSpec(72, spec_len=3)),
+]
+
+
+@pytest.mark.parametrize("extra", [0, 16, 4096])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: getattr(x.spec, "kind", "conv"))
+def test_views_are_the_bytes_of_the_slot(layout: SlotLayout | ConvLayout, extra: int) -> None:
+    """Writing a region's view changes exactly the bytes that the layout gives it, in every slot."""
+    memory = torch.zeros(3, layout.slot_bytes + extra, dtype=torch.uint8)
+    pool = StatePool(layout, memory)
+    for region in layout.regions:
+        view = pool[region.name]
+        assert view.shape == (3, *region.shape) and view.dtype == torch_dtype(region.dtype)
+        assert view.stride()[1:] == region.strides
+        memory.zero_()
+        pattern = torch.randint(1, 100, view.shape, generator=torch.Generator().manual_seed(1)).to(view.dtype)
+        view.copy_(pattern)
+        assert torch.equal(pool[region.name].float(), pattern.float())
+        assert (memory[:, : region.offset] == 0).all() and (memory[:, region.end :] == 0).all()
+        # The same elements, found by hand from offset and strides.
+        size = DTYPE_BYTES[region.dtype]
+        for slot in range(3):
+            for index in ([0] * len(region.shape), [n - 1 for n in region.shape], [n // 2 for n in region.shape]):
+                first = region.offset + size * sum(i * s for i, s in zip(index, region.strides, strict=True))
+                value = pattern[(slot, *index)].reshape(1).view(torch.uint8)
+                assert torch.equal(memory[slot, first : first + size], value)
+
+
+def test_allocated_slots_are_reset() -> None:
+    pool = StatePool.allocate(LAYOUTS[0], 5)
+    assert pool.slots == 5 and pool.memory.shape == (5, LAYOUTS[0].slot_bytes)
+    words = pool["cursor"].numpy()
+    assert np.all(words[..., :3] == 0)
+    assert [set(words[slot, ..., 3].flat) for slot in range(5)] == [{3}, {2}, {1}, {3}, {2}]
+    assert (pool["state"] == 0).all() and (pool["read_copy"].float() == 0).all() and (pool["read_scale"] == 1).all()
+    conv = StatePool.allocate(LAYOUTS[-1], 2)
+    assert (conv.memory == 0).all()
+    plain = StatePool.allocate(SlotLayout(ODD[0].spec(window=3, stagger=False)), 4)
+    assert (plain["cursor"][..., 3] == 3).all() and "read_scale" not in plain and "state" in plain
+
+
+def test_pool_in_the_middle_of_other_memory() -> None:
+    layout = LAYOUTS[0]
+    memory = torch.zeros(6, layout.slot_bytes + 256, dtype=torch.uint8)
+    pool = StatePool(layout, memory[1::2, 128:])
+    pool["state"].fill_(1.0)
+    assert pool.slots == 3 and (memory[::2] == 0).all() and (memory[:, :128] == 0).all()
+    assert memory[1].any()
+
+
+def test_missing_region() -> None:
+    with pytest.raises(ReplayError, match="region 'ring_k' is not in this layout; it has cursor, state, read_copy"):
+        StatePool.allocate(LAYOUTS[0], 1)["ring_k"]
+
+
+def test_refused_memory() -> None:
+    layout = LAYOUTS[0]
+    size = layout.slot_bytes
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.uint8)
+
+    for memory, message in (
+        (torch.zeros(2, size), "memory is torch.float32; it must be torch.uint8"),
+        (zeros(size), r"memory has shape \(\d+,\); it must be \[slots, stride_bytes\]"),
+        (zeros(2, 2, size), "memory has shape"),
+        (zeros(size, 2).T, "memory must be dense along its last axis"),
+        (zeros(2, size - 16), f"memory rows are {size - 16} bytes; this layout needs at least {size}"),
+        (zeros(2, size + 8), f"memory row stride is {size + 8}; it must be a multiple of 16"),
+        (zeros(2, size + 16)[:, 8:], r"memory base address is \d+; it must be a multiple of 16"),
+    ):
+        with pytest.raises(ReplayError, match=message):
+            StatePool(layout, memory)
+    with pytest.raises(ReplayError, match="slots is 0; it must be at least 1"):
+        StatePool.allocate(layout, 0)
+
+
+def test_dtype_names() -> None:
+    for name, size in DTYPE_BYTES.items():
+        assert torch_dtype(name).itemsize == size
+    with pytest.raises(ReplayError, match="dtype is 'fp32'; it must be one of float64, float32, bfloat16"):
+        torch_dtype("fp32")
