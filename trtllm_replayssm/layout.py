@@ -208,7 +208,7 @@ class _Layout:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ReplayError(f"layout text is not JSON: {error}") from None
         require(isinstance(data, Mapping), "layout text must be a JSON object")
         require(data.get("layout") == cls.kind, f"layout is {data.get('layout')!r}; this reads {cls.kind!r}")

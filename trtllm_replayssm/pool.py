@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from .errors import require
 from .layout import ROW_ALIGNMENT, ConvLayout, SlotLayout
-from .spec import DTYPE_BYTES
+from .spec import DTYPE_BYTES, require_int
 
 if TYPE_CHECKING:
     import torch
 
 Layout = SlotLayout | ConvLayout
+#: Most slots of one pool.
+MAX_SLOTS = 1 << 24
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -34,20 +36,27 @@ class StatePool:
     Args:
         layout: a SlotLayout or ConvLayout.
         memory: uint8 [slots, stride_bytes], last axis dense, base and stride multiples of 16, stride_bytes >=
-            layout.slot_bytes. A larger stride is how a TensorRT-LLM pool, sized from its config, holds our slot.
+            layout.slot_bytes, rows that do not overlap. A larger stride is how a TensorRT-LLM pool, sized from its
+            config, holds our slot.
 
     Raises:
-        ReplayError: memory of another dtype, rank, alignment, or too narrow.
+        ReplayError: no layout or tensor; memory of another dtype, rank, alignment, too narrow, or with rows that
+            overlap.
     """
 
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
         import torch
 
+        require(isinstance(layout, Layout), f"layout is {type(layout).__name__}; it must be a SlotLayout or ConvLayout")
+        have = type(memory).__name__
+        require(isinstance(memory, torch.Tensor), f"memory is {have}; it must be a uint8 tensor [slots, stride_bytes]")
         require(memory.dtype == torch.uint8, f"memory is {memory.dtype}; it must be torch.uint8")
         require(memory.dim() == 2, f"memory has shape {tuple(memory.shape)}; it must be [slots, stride_bytes]")
         require(memory.stride(1) == 1, "memory must be dense along its last axis")
         need = layout.slot_bytes
         require(memory.shape[1] >= need, f"memory rows are {memory.shape[1]} bytes; this layout needs at least {need}")
+        apart = memory.shape[0] <= 1 or memory.stride(0) >= need
+        require(apart, f"memory rows are {memory.stride(0)} bytes apart and overlap; this layout needs at least {need}")
         for what, value in (("row stride", memory.stride(0)), ("base address", memory.data_ptr())):
             require(value % ROW_ALIGNMENT == 0, f"memory {what} is {value}; it must be a multiple of {ROW_ALIGNMENT}")
         self.layout = layout
@@ -59,7 +68,7 @@ class StatePool:
         """A zeroed pool of ``slots`` slots, every slot reset (empty window, zero state)."""
         import torch
 
-        require(slots >= 1, f"slots is {slots}; it must be at least 1")
+        require_int("slots", slots, 1, MAX_SLOTS)
         pool = cls(layout, torch.zeros(slots, layout.slot_bytes, dtype=torch.uint8, device=device))
         if isinstance(layout, SlotLayout):
             limits = [layout.spec.first_limit(i) for i in range(slots)]

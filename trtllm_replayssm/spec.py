@@ -254,7 +254,7 @@ def _checked_fields(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ReplayError(f"{cls.__name__} data is {type(data).__name__}; it must be an object with named fields")
     known = {f.name: f for f in fields(cls)}
-    unknown = sorted(set(data) - set(known))
+    unknown = sorted(str(key) for key in set(data) - set(known))
     require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(known)}")
     required = [n for n, f in known.items() if f.default.__class__.__name__ == "_MISSING_TYPE"]
     missing = [n for n in required if n not in data]

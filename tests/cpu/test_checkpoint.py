@@ -195,6 +195,30 @@ def test_failures_leave_nothing(saved: dict[str, Path], tmp_path: Path, monkeypa
     assert os.listdir(tmp_path) == ["source"]
 
 
+def test_an_output_that_holds_the_input_is_not_overwritten(
+    saved: dict[str, Path], converted: Path, tmp_path: Path
+) -> None:
+    """--overwrite removes the old checkpoint: it must not remove what is being read, by whatever name."""
+    deep = shutil.copytree(saved["qwen3_5"], converted / "sources" / "hf")
+    (tmp_path / "link").symlink_to(deep)
+    for source in (deep, tmp_path / "link", converted / "sources" / ".." / "sources" / "hf"):
+        with pytest.raises(ReplayError, match=r"holds the input .*; overwriting would delete it"):
+            convert(source, converted, overwrite=True)
+    assert (deep / "model.safetensors").is_file() and read_checkpoint_config(converted).family == "nemotron_h"
+
+
+def test_outputs_that_are_no_place_for_a_directory(saved: dict[str, Path], converted: Path, tmp_path: Path) -> None:
+    for name, target in (("link", converted), ("dangling", tmp_path / "nowhere")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(ReplayError, match=f"{name} is a symbolic link; give the directory itself"):
+            convert(saved["qwen3_5"], tmp_path / name, overwrite=True)
+    with pytest.raises(ReplayError, match="has a zero byte in its name"):
+        convert(saved["qwen3_5"], f"{tmp_path}/a\0b")
+    with pytest.raises(ReplayError, match="/ exists; choose another directory"):
+        convert(saved["qwen3_5"], "/")
+    assert read_checkpoint_config(converted).family == "nemotron_h" and not (tmp_path / "nowhere").exists()
+
+
 def test_bad_arguments(saved: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="dtype is 'int8'; it must be one of bfloat16, float16, float32"):
         convert(saved["nemotron_h"], tmp_path / "out", dtype="int8")

@@ -185,3 +185,19 @@ def test_no_progress_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[s
 def test_errors_keep_their_prefix() -> None:
     assert f"{common.PROG}: error: " == PREFIX
     assert common.one_line(" a \r\n b ") == "a b"
+
+
+def test_streams_that_are_closed(tmp_path: Path) -> None:
+    """Python starts with sys.stdin, sys.stdout or sys.stderr None where the shell closed them."""
+
+    def run(redirect: str, *words: str) -> tuple[int, str, str]:
+        line = " ".join([sys.executable, "-m", "trtllm_replayssm", *words, redirect])
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout, done.stderr
+
+    (tmp_path / "config.json").write_text('{"architecture": "RecurrentGemmaForCausalLM"}')
+    assert run(">&-", "plan", "--list") == (0, "", "")
+    assert run("2>&-", "plan", "no-such-model") == (2, "", "")
+    for words in ([], ["--prompt-file", "-"]):
+        code, out, err = run("<&-", "run", str(tmp_path), *words)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "give --prompt" in err

@@ -91,7 +91,7 @@ def test_prompts_from_files_and_stdin(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.txt").write_bytes("é\n\nx\n".encode())
-    (tmp_path / "many.jsonl").write_text('"b\\n"\n\n{"prompt": "c"}\n')
+    (tmp_path / "many.jsonl").write_bytes('"b\\n"\r\n\r\n{"prompt": "c\u2028\x85"}\n'.encode())  # one line to JSON
 
     def stdin(data: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -102,7 +102,7 @@ def test_prompts_from_files_and_stdin(
 
     stdin("ü\n".encode())
     files = ("--prompt-file", tmp_path / "one.txt", "--prompt-file", tmp_path / "many.jsonl", "--prompt-file", "-")
-    assert prompts(*files, "--prompt", "a") == ["a", "é\n\nx\n", "b\n", "c", "ü\n"]
+    assert prompts(*files, "--prompt", "a") == ["a", "é\n\nx\n", "b\n", "c\u2028\x85", "ü\n"]
     stdin(b"piped")
     assert prompts() == ["piped"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("no bytes below"))
@@ -264,6 +264,8 @@ def test_tokenizer_and_chat(copy: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--prompt", "x" * 64], "prompt 1 has 64 tokens; the model's position limit is 64"),
         (["--prompt-file", "/no/such/file"], "cannot read /no/such/file: No such file or directory"),
         (["--prompt-file", "/proc"], "cannot read /proc: Is a directory"),
+        (["--prompt-file", "a\0b"], "cannot read 'a\\x00b'"),
+        (["--prompt-file", "{tmp}/deep.jsonl"], "deep.jsonl line 1 is no JSON"),
         (["--prompt-file", "/proc/self/mem"], "cannot read /proc/self/mem"),
         (["--prompt-file", "{tmp}/latin1"], "latin1 is not UTF-8: invalid continuation byte at byte 1"),
         (["--prompt-file", "{tmp}/empty"], "prompt 1 is empty"),
@@ -276,7 +278,14 @@ def test_tokenizer_and_chat(copy: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_bad_options_are_refused(
     checkpoint: Path, options: list[object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {"latin1": b"a\xe9b", "empty": b"", "empty.jsonl": b"\n", "bad.jsonl": b'"a"\n{\n', "number.jsonl": b"3\n"}
+    files = {
+        "deep.jsonl": b"[" * 100_000,
+        "latin1": b"a\xe9b",
+        "empty": b"",
+        "empty.jsonl": b"\n",
+        "bad.jsonl": b'"a"\n{\n',
+        "number.jsonl": b"3\n",
+    }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     argv = ["run", checkpoint, "--prompt", "a", *(str(o).replace("{tmp}", str(tmp_path)) for o in options)]
@@ -318,6 +327,7 @@ def without(name: str) -> Callable[[Path], Path]:
         (without("rank0.safetensors"), "rank0.safetensors"),
         (overwritten("config.json", b"{"), "config.json"),
         (overwritten("config.json", b"[]"), "config.json holds a list"),
+        (overwritten("config.json", b"[" * 100_000), "config.json"),
         (overwritten("rank0.safetensors", b"\x10"), "rank0.safetensors"),
         (rewritten("config.json", vocab_size=99), "vocab_size"),
         (rewritten("generation_config.json", eos_token_id="stop"), "eos_token_id in"),

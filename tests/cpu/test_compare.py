@@ -15,7 +15,14 @@ from history_session import HistorySession, table_logits
 from oracles import make_oracle, sequence
 
 from trtllm_replayssm import ReplayError
-from trtllm_replayssm.runtime.compare import Comparison, Rounding, compare, relative_difference
+from trtllm_replayssm.runtime.compare import (
+    Comparison,
+    Difference,
+    Rounding,
+    RowComparison,
+    compare,
+    relative_difference,
+)
 from trtllm_replayssm.runtime.generate import generate
 from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.torch_session import TorchSession
@@ -51,6 +58,18 @@ def test_equal_sessions_are_identical(drafts: int, temperature: float) -> None:
         assert seen.get(i, 0) == len(row.tokens)
         assert 0 <= row.accepted <= row.drafted
     assert (sum(row.accepted for row in result.rows) > 0) == (drafts > 0)
+
+
+def test_drafts_of_one_row_do_not_push_another_past_the_position_limit() -> None:
+    for a in range(11):
+        prompts = [[a, (a + b) % 11] * n for b in (1, 3, 5) for n in (8, 2, 7)]
+        sessions = (
+            HistorySession(max_batch=9, max_positions=20),
+            HistorySession(max_batch=9, max_positions=20, spec_len=4),
+        )
+        result = compare(*sessions, prompts, max_new_tokens=15, rounding=ROUNDING, draft_tokens=3)
+        assert result.ok and result.identical
+        assert [row.finish_reason for row in result.rows] == ["positions", "length", "positions"] * 3
 
 
 def bent_at(length: int, by: float, index: int = 0) -> Any:
@@ -104,6 +123,16 @@ def test_another_token_is_found_and_the_comparison_goes_on(drafts: int) -> None:
         assert first.logit_difference == pytest.approx(float((logits - rolled).abs().max()))
         assert first.allowed == pytest.approx(1e-4 * float(logits.abs().max()))
         assert row.logit_difference_agreeing == pytest.approx(first.logit_difference)
+
+
+def test_another_choice_is_rounding_up_to_the_allowed_gap_alone() -> None:
+    """All other measures within their bounds: the gap decides, and of a draw it says nothing."""
+    for gap, ok in ((0.0, True), (2e-4, True), (2.1e-4, False), (1e-2, False)):
+        first = Difference(3, 1, 2, (2.0, 2.0 - gap), (2.0, 2.0), gap, 1e-4, allowed=2e-4)
+        row = RowComparison(first=first, logit_difference_relative=5e-5, state_difference=5e-5)
+        assert row.within(ROUNDING) is ok
+        row.greedy = False
+        assert row.within(ROUNDING)
 
 
 def test_a_tie_decided_otherwise_is_rounding() -> None:

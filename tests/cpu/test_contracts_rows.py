@@ -19,6 +19,7 @@ from replay_cases import (
     oracle,
     poison,
     ring_regions,
+    run_scan,
     run_step,
     small_spec,
 )
@@ -192,6 +193,36 @@ def test_five_equal_runs(kind: str) -> None:
         pool = copy_of(decoder.pool)
         runs.append((step_at(pool, [0, 1, 2, 3], inputs, [0, 1, 2, 3], decoder), pool.memory))
     assert all(torch.equal(y, runs[0][0]) and torch.equal(m, runs[0][1]) for y, m in runs[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_graph_is_kept_of_tensors_that_require_gradients(kind: str) -> None:
+    """A pool whose regions joined a graph would hold every step's tensors for good."""
+    inputs, decoder = warm_pool(kind)
+    values = [*inputs.tokens.values(), *(p for p in inputs.params.values() if isinstance(p, torch.Tensor))]
+    for value in values:
+        value.requires_grad_()
+    y = decoder.run(2, 4)  # across a flush
+    scanned = run_scan(decoder.pool, [1], inputs, [(1, 0, 5)])
+    decoder.state(0)
+    regions = [decoder.pool[region.name] for region in decoder.pool.layout.regions]
+    assert not any(t.requires_grad for t in (y, scanned, decoder.pool.memory, *regions))
+
+
+@pytest.mark.parametrize("act", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_bit_outputs_are_the_fp32_ones_rounded_once(kind: str, act: str) -> None:
+    """To the bit, in scans and in steps that read no 16-bit d row: one rounding, after D, the gate and all sums."""
+    half = make_inputs(small_spec(kind, act_dtype=act, window=5, spec_len=3), 2, 12)
+    exact = Inputs(small_spec(kind, window=5, spec_len=3), {n: v.float() for n, v in half.tokens.items()}, half.params)
+    results = []
+    for inputs in (half, exact):
+        decoder = Decoder(inputs)
+        scanned = run_scan(decoder.pool, [0, 1], inputs, [(0, 0, 8), (1, 0, 8)])
+        decoder.done[:] = 8
+        results.append([scanned, decoder.step(3)[1], *([decoder.step(1)[1]] if kind == "mamba2" else [])])
+    for y, expected in zip(*results, strict=True):
+        assert torch.equal(y, expected.to(y.dtype)) and y.dtype != expected.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])

@@ -82,6 +82,19 @@ def test_steps_and_scan(act: str, kernel: int, activation: str) -> None:
         assert_close(steps[row], case.expected(row), act)
 
 
+@pytest.mark.parametrize("activation", ["silu", "none"])
+@pytest.mark.parametrize("act", ["bfloat16", "float16"])
+def test_16_bit_outputs_are_the_fp32_ones_rounded_once(act: str, activation: str) -> None:
+    """To the bit: a rounding of a partial sum, of the bias or before the activation would show."""
+    half, exact = Case(act_dtype=act, activation=activation), Case(activation=activation)
+    exact.x = half.x.float()
+    spans = [(row, 0, LENGTH) for row in range(ROWS)]
+    outputs = [case.scan([0, 1, 2], spans) for case in (half, exact)]
+    assert torch.equal(outputs[0], outputs[1].to(half.x.dtype))
+    steps = [torch.cat([case.step([0, 1, 2], case.x[:, i : i + 3]) for i in (0, 3, 6)]) for case in (half, exact)]
+    assert torch.equal(steps[0], steps[1].to(half.x.dtype))
+
+
 @pytest.mark.parametrize("bias", [None, torch.ones(CHANNELS).bfloat16()])
 def test_bias_and_weight_dtypes(bias: torch.Tensor | None) -> None:
     case = Case(act_dtype="bfloat16")
@@ -233,6 +246,13 @@ def test_materialize(count: int, taken: int) -> None:
     assert (case.pool["columns"][3] == 0).all()
     conv_materialize(case.pool, torch.tensor([0]), torch.tensor([count]), torch.tensor([0]))
     assert torch.equal(case.pool["columns"][0, :3], case.x[0, 2 + taken : 5 + taken])
+
+
+def test_no_graph_is_kept_of_weights_that_require_gradients() -> None:
+    case = Case()
+    case.weight.requires_grad_(), case.x.requires_grad_()
+    outputs = [case.step([0, 1, 2], case.x[:, :3]), case.scan([0], [(0, 0, 5)])]
+    assert not any(t.requires_grad for t in (*outputs, case.pool.memory, case.pool["columns"]))
 
 
 def test_reset() -> None:

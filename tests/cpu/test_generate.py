@@ -77,6 +77,17 @@ def test_position_limit(drafts: int) -> None:
     assert done[1].tokens == alone([2] * 5, 9, SamplingParams())
 
 
+def test_drafts_of_one_row_do_not_push_another_past_the_position_limit() -> None:
+    """All rows of a launch have one T: it must leave room for the row that has least."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(11) for _ in range(2)] * n for n in (8, 2, 7)]
+        session = HistorySession(max_positions=20, spec_len=4)
+        done = generate(session, prompts, max_new_tokens=15, draft_tokens=3)
+        assert [row.tokens for row in done] == [alone(p, min(15, 20 - len(p)), SamplingParams()) for p in prompts]
+        assert [row.finish_reason for row in done] == ["positions", "length", "positions"]
+
+
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_callbacks_see_every_token_in_order(drafts: int) -> None:
     seen: dict[int, list[int]] = {}

@@ -303,7 +303,16 @@ def test_qwen_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> N
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"has no config\.json"):
         read_hf_config(tmp_path)
-    for text, message in (("{", "is not JSON"), ("[]", "holds a JSON list; it must be an object"), ("\xff", "JSON")):
+    with pytest.raises(ReplayError, match="nowhere is not a directory"):
+        read_hf_config(tmp_path / "nowhere")
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "holds a JSON list; it must be an object"),
+        ("\xff", "JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"model_type": ["nemotron_h"]}', r"model_type is \['nemotron_h'\]"),
+        ('{"model_type": {}}', "model_type is {}"),
+    ):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(ReplayError, match=message):
             read_hf_config(tmp_path)

@@ -189,6 +189,10 @@ TENSOR_ERRORS = {
         put("backbone.layers.9.mixer.D", torch.zeros(6)),
         r"tensor backbone\.layers\.9\.mixer\.D is in the checkpoint, but its config has no such weight",
     ),
+    "transposed": (
+        lambda t: {**t, MLP: t[MLP].T.contiguous()},
+        r"tensor backbone\.layers\.1\.mixer\.up_proj\.weight has shape .* implies",
+    ),
     "shape": (put(D, torch.zeros(7)), r"tensor backbone\.layers\.0\.mixer\.D has shape \[7\]; .* implies \[6\]"),
     "quantized": (
         put(MLP, torch.zeros(48, 32, dtype=torch.float8_e4m3fn)),

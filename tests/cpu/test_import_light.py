@@ -81,3 +81,21 @@ def test_plot_says_what_is_missing(tmp_path: Path) -> None:
 def test_a_command_that_needs_torch_is_refused_here() -> None:
     """Teeth: the block works, so the tests above mean what they say."""
     assert child("import torch").returncode != 0
+
+
+def test_a_command_that_needs_torch_says_so(tmp_path: Path) -> None:
+    """One line and exit code 2 where safetensors or torch is missing; any other missing module is a bug and shows."""
+    tiny = ROOT / "examples" / "models" / "tiny-nemotron-h"
+    done = command("convert", str(tiny), str(tmp_path / "out"))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "is not installed; install it with: pip install 'trtllm-replayssm[torch]'" in done.stderr
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "config.json").write_text('{"architecture": "RecurrentGemmaForCausalLM"}')
+    done = command("run", str(tmp_path), "--prompt", "a")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "torch is not installed" in done.stderr
+    bug = child(
+        "import trtllm_replayssm.plan as plan\nimport trtllm_replayssm.cli as cli\n"
+        "def main(args): import triton\nplan.main = main\ncli.main(['plan', '--list'])"
+    )
+    assert bug.returncode == 1 and "No module named 'triton'" in bug.stderr

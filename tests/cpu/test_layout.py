@@ -233,6 +233,8 @@ def _other_region(index: int, key: str, value: Any) -> str:
 TEXTS: list[tuple[str, str]] = [
     ("{", "layout text is not JSON"),
     ("", "layout text is not JSON"),
+    ("[" * 100_000, "layout text is not JSON"),
+    (None, "layout text is not JSON"),  # type: ignore[list-item]
     ("[1]", "layout text must be a JSON object"),
     (_changed(layout="conv"), "layout is 'conv'; this reads 'slot'"),
     (_changed(layout=...), "layout is None; this reads 'slot'"),

@@ -17,6 +17,7 @@ from benchmarks.shapes import ODD
 from trtllm_replayssm import ReplayError, SlotLayout
 from trtllm_replayssm.pool import StatePool
 from trtllm_replayssm.reference import mamba2_recurrence, mamba2_scan, mamba2_step
+from trtllm_replayssm.reference.arith import softplus
 
 SHAPES = [shape for shape in ODD if shape.kind == "mamba2"]
 DTYPES = [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("float16", "float32")]
@@ -57,6 +58,15 @@ def test_step_and_scan(shape: Any, act: str, state: str) -> None:
     scanned = run_scan(decoder.pool, [1, 0], inputs, [(1, 0, 24), (0, 0, 24)])
     assert_close(scanned.unflatten(0, (2, 24)).flip(0), expected, act, what="scan")
     assert_close(decoder.pool["state"][0], final[0], state, what="state of scan")
+
+
+def test_softplus_is_the_identity_above_20_and_nowhere_below() -> None:
+    x = torch.tensor([20.0, 19.5, 15.0, 14.5, 1.0, -30.0], dtype=torch.float64)
+    expected = [math.log1p(math.exp(v)) for v in x.tolist()]
+    np.testing.assert_allclose(softplus(x).numpy(), expected, rtol=1e-15)
+    assert (softplus(x)[:4] > x[:4]).all()
+    above = torch.tensor([20.001, 25.0, 1e4], dtype=torch.float64)
+    assert torch.equal(softplus(above), above)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -167,6 +167,10 @@ def test_attention_phases_with_stale_entries_that_hold_nan() -> None:
     rows = attend(TorchOps({}, state, Batch.step([0, 2], [5, 5], 1)), both, slice(0, 2))
     check(rows, torch.stack([want_c[5], want_a[5]]))
     check(attend(TorchOps({}, state, Batch.step([0], [6], 3)), c, slice(6, 9)), want_c[6:9])
+    # Rows of different lengths in one step: of slot 2, positions 7 and 8 are read and hold NaN.
+    both = [torch.stack([x[6], y[8]]) for x, y in zip(a, c, strict=True)]
+    rows = attend(TorchOps({}, state, Batch.step([2, 0], [6, 8], 1)), both, slice(0, 2))
+    check(rows, torch.stack([want_a[6], want_c[8]]))
     assert torch.isnan(state.kv[1][0][1]).all(), "no write to a slot that no row names"
 
 

@@ -148,6 +148,17 @@ def test_closed_form_rows_are_those_of_the_specs() -> None:
         assert traffic.published_row_bytes(spec) == row * heads
 
 
+@pytest.mark.parametrize("spec_len", [1, 4])
+def test_conventional_and_native_steps_are_the_closed_form(spec_len: int) -> None:
+    spec = RecurrenceSpec("mamba2", 8, 2, 64, 128, spec_len=spec_len)
+    conv = ConvSpec(spec.conv_channels, spec_len=spec_len)
+    state, column = 8 * 64 * 128 * 4, spec.conv_channels * 2
+    native, plain = traffic.native_step(spec, conv), traffic.conventional_step(spec, conv)
+    assert native.recurrence == traffic.ideal_native(state, spec_len) == (1 + spec_len) * state
+    assert native.total - native.recurrence == (3 + 2 + spec_len) * column  # 3 read, T - 1 more than 3 written
+    assert plain.recurrence == 2 * state and plain.total - plain.recurrence == 6 * column
+
+
 def test_math_document_shows_the_same_table() -> None:
     """Rows of docs/math.md section 9.1 against the functions."""
     text = (DOCS / "math.md").read_text(encoding="utf-8")

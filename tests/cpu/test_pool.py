@@ -85,12 +85,27 @@ def test_refused_memory() -> None:
         (zeros(size, 2).T, "memory must be dense along its last axis"),
         (zeros(2, size - 16), f"memory rows are {size - 16} bytes; this layout needs at least {size}"),
         (zeros(2, size + 8), f"memory row stride is {size + 8}; it must be a multiple of 16"),
+        (zeros(1, size).expand(2, size), "memory rows are 0 bytes apart and overlap"),
+        (
+            zeros(2 * size).as_strided((2, size), (16, 1)),
+            f"16 bytes apart and overlap; this layout needs at least {size}",
+        ),
+        (None, r"memory is NoneType; it must be a uint8 tensor \[slots, stride_bytes\]"),
+        (np.zeros((2, size), np.uint8), "memory is ndarray; it must be a uint8 tensor"),
         (zeros(2, size + 16)[:, 8:], r"memory base address is \d+; it must be a multiple of 16"),
     ):
         with pytest.raises(ReplayError, match=message):
-            StatePool(layout, memory)
-    with pytest.raises(ReplayError, match="slots is 0; it must be at least 1"):
-        StatePool.allocate(layout, 0)
+            StatePool(layout, memory)  # type: ignore[arg-type]
+    for slots in (0, -1, 2.0, True, "2", None):
+        with pytest.raises(ReplayError, match=f"slots is {slots!r}; it must be a whole number from 1 to"):
+            StatePool.allocate(layout, slots)  # type: ignore[arg-type]
+    with pytest.raises(ReplayError, match="layout is RecurrenceSpec; it must be a SlotLayout or ConvLayout"):
+        StatePool(layout.spec, zeros(2, size))  # type: ignore[arg-type]
+
+
+def test_one_slot_may_have_any_stride() -> None:
+    size = LAYOUTS[0].slot_bytes
+    assert StatePool(LAYOUTS[0], torch.zeros(size, dtype=torch.uint8).as_strided((1, size), (16, 1))).slots == 1
 
 
 def test_dtype_names() -> None:

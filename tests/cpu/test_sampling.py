@@ -43,6 +43,12 @@ def test_distribution(params: dict[str, float], expected: list[float]) -> None:
         assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / 4000)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (1.0, 4)])
+def test_top_p_that_is_reached_exactly_takes_no_further_token(top_p: float, kept: int) -> None:
+    shares = draws(SamplingParams(temperature=1.0, top_p=top_p, seed=3), logits=torch.zeros(4))
+    assert (shares > 0).tolist() == [i < kept for i in range(4)]
+
+
 def test_distribution_teeth() -> None:
     shares = draws(SamplingParams(temperature=1.0, seed=3), logits=LOGITS * 1.2)
     assert abs(float(shares[1]) - 0.4) > 5 * math.sqrt(0.24 / 4000)

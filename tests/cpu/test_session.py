@@ -93,6 +93,18 @@ def test_verify_and_commit_are_single_steps(oracle: Oracle, window: int) -> None
             assert gap(session.recurrent_state(seq)[layer], state) < STATE_TOLERANCE
 
 
+def test_steps_behind_a_verify_that_was_rejected_whole(oracle: Oracle) -> None:
+    """The acceptance of a verify counts for one launch: what single steps append afterwards stays."""
+    session = session_of(oracle, window=6, spec_len=3)
+    row = sequence(8, seed=6)
+    (seq,), _ = session.prefill([row])
+    session.verify([seq], [[3, 4, 5]])
+    session.commit([seq], [0])
+    for token in (11, 12, 13):
+        row = [*row, token]
+        assert gap(session.step([seq], [token]), last(oracle, row)) < TOLERANCE
+
+
 def test_reading_the_state_changes_nothing(oracle: Oracle) -> None:
     read, unread = session_of(oracle, spec_len=3), session_of(oracle, spec_len=3)
     prompt = sequence(7, seed=4)
@@ -155,6 +167,7 @@ def test_half_precision_and_casting(oracle: Oracle) -> None:
         ({"read_copy": "fp4"}, "read_copy is 'fp4'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"device": "mps"}, "device is 'mps'"),
+        ({"device": "cpu:1"}, "device is 'cpu:1'; there is one cpu"),
         ({"device": "cuda:99"}, "device is 'cuda:99'; torch finds"),
     ],
     ids=str,

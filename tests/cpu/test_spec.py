@@ -134,6 +134,7 @@ DATA: list[tuple[Any, str]] = [
     ([], "RecurrenceSpec data is list; it must be an object with named fields"),
     ({"kind": "mamba2"}, "RecurrenceSpec needs nheads, ngroups, headdim, dstate"),
     ({"kind": "mamba2", **SIZES, "windw": 3}, "RecurrenceSpec has no field windw; its fields are kind, nheads, "),
+    ({"kind": "mamba2", **SIZES, "x": 1, 3: 2}, "RecurrenceSpec has no field 3, x; its fields"),
     ({"kind": "mamba2", **SIZES, "window": "inf"}, "window is inf; it must be a whole number"),
     ({"kind": "mamba2", **SIZES, "window": 0}, "window is 0"),
 ]

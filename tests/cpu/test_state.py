@@ -41,7 +41,7 @@ def started(kind: str, window: int, tokens: list[int], slot: int = 1) -> oracles
     return runner
 
 
-@pytest.mark.parametrize("pending", [0, 1, 4, -1])
+@pytest.mark.parametrize("pending", [0, 1, 4, -1, -2, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_copy_continues_at_the_chosen_token(kind: str, pending: int) -> None:
     tokens = sequence(30, seed=40)
@@ -50,7 +50,7 @@ def test_copy_continues_at_the_chosen_token(kind: str, pending: int) -> None:
     runner.state.copy([1], [3], [pending])
     assert_same(source, slot_bytes(runner.state, 1))
     assert_same(bystander, slot_bytes(runner.state, 0))
-    kept = 4 if pending < 0 else pending
+    kept = {-1: 4, -2: 0, 9: 4}.get(pending, pending)  # other than -1: clamped to 0 .. 4
     other = tokens[: 12 + kept] + sequence(6, seed=41)
     ours = [runner.step([3], [i], [[other[i]]])[0, 0] for i in range(12 + kept, len(other))]
     assert gap(torch.stack(ours), make_oracle(kind).full(other)[12 + kept :]) < TOLERANCE

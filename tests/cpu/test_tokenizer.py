@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from trtllm_replayssm import ReplayError
 from trtllm_replayssm.runtime.chat import ChatTemplate
@@ -166,6 +166,16 @@ def test_chat_template(tmp_path: Path, form: str) -> None:
     ids = tok.encode_chat("héllo")
     assert ids[0] == tok.encode("<s>")[0]
     assert tok.decode(ids) == "<|user|>héllo\n<|assistant|>"
+
+
+def test_a_template_writes_all_special_tokens_itself(tmp_path: Path) -> None:
+    """A tokenizer that puts a start token in front of every text does not put a second one in front of a chat."""
+    made = byte_level_bpe()
+    start = made.token_to_id("<s>")
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    tok = load_tokenizer(write_tokenizer(tmp_path, made, chat_template=TEMPLATE, bos_token="<s>"), 300)
+    assert tok.encode("hi")[0] == start and tok.encode("hi").count(start) == 1
+    assert tok.encode_chat("hi")[0] == start and tok.encode_chat("hi").count(start) == 1
 
 
 def test_chat_template_helpers() -> None:

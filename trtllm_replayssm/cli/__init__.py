@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import ReplayError
-from .common import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, PROG, Parser, close_stdout, report_error
+from .common import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, PROG, Parser, close_stdout, open_streams, report_error
 
 #: Command, module that has add_arguments(parser) and main(args) -> int, one line of help.
 COMMANDS = {
@@ -22,6 +22,9 @@ COMMANDS = {
     "plan": ("trtllm_replayssm.plan", "memory, traffic, best window and predicted speed-up of a model on a GPU"),
     "doctor": ("trtllm_replayssm.doctor", "what is installed, what works, what to do about the rest"),
 }
+
+#: Packages that come with the extra ``torch`` and that commands import when they need them.
+TORCH_EXTRA = ("torch", "safetensors")
 
 
 class _Top(Parser):
@@ -45,6 +48,7 @@ def build_parser(command: str | None) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and raises nothing but SystemExit (from --help and bad options)."""
+    open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in arguments if not a.startswith("-")), None)
     try:
@@ -61,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_error(str(error))
     except (OSError, MemoryError) as error:
         report_error(str(error) or "out of memory")
+    except ModuleNotFoundError as error:
+        if error.name not in TORCH_EXTRA:
+            raise
+        report_error(f"{error.name} is not installed; install it with: pip install '{PROG}[torch]'")
     except RuntimeError as error:
         if not out_of_memory(error):
             raise

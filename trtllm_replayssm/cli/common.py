@@ -49,6 +49,13 @@ class Parser(argparse.ArgumentParser):
         sys.exit(EXIT_BAD_INPUT)
 
 
+def open_streams() -> None:
+    """Give the null device to a stdout or stderr that was closed before the start (Python makes it None)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
 def close_stdout() -> None:
     """Point stdout at nothing, so that the interpreter's last flush does not fail once more."""
     try:

@@ -26,7 +26,8 @@ def collect(arguments: Sequence[str], files: Sequence[str]) -> list[str]:
     for name in files:
         prompts += from_file(name)
     if not arguments and not files:
-        require(not sys.stdin.isatty(), "no prompt; give --prompt, --prompt-file or text on stdin")
+        given = sys.stdin is not None and not sys.stdin.isatty()
+        require(given, "no prompt; give --prompt, --prompt-file or text on stdin")
         prompts.append(_stdin())
     for i, prompt in enumerate(prompts):
         require(prompt != "", f"prompt {i} is empty; it must have at least one character")
@@ -40,7 +41,7 @@ def from_file(name: str) -> list[str]:
     text = _decoded(read_bytes(Path(name)), name)
     if not name.endswith(".jsonl"):
         return [text]
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     require(len(lines) > 0, f"{name} is empty; it must have one prompt per line")
     return [_from_json(line, f"{name} line {number}") for number, line in lines]
 
@@ -51,12 +52,14 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ReplayError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:  # a zero byte in the name
+        raise ReplayError(f"cannot read {str(path)!r}: {error}") from None
 
 
 def _from_json(line: str, where: str) -> str:
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReplayError(f"{where} is no JSON: {error}") from None
     value = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(value, str):
@@ -65,6 +68,7 @@ def _from_json(line: str, where: str) -> str:
 
 
 def _stdin() -> str:
+    require(sys.stdin is not None, "stdin is closed; give --prompt or --prompt-file with a file")
     stream = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if stream is None else _decoded(stream.read(), "stdin")
 

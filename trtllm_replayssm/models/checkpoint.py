@@ -106,13 +106,13 @@ def convert(
         tensors that decoding does not use), copied (text files).
 
     Raises:
-        ReplayError: bad input (hf.py), an ``out_dir`` that is there, or one that cannot be written.
+        ReplayError: bad input (hf.py), an ``out_dir`` that is there, that holds ``hf_dir``, or that cannot be written.
     """
     require_choice("dtype", dtype, MODEL_DTYPES)
     source, target = Path(hf_dir), Path(out_dir).absolute()
     require(os.path.isdir(source), f"{source} is not a directory")
     try:
-        _check_target(target, overwrite)
+        _check_target(source, target, overwrite)
     except OSError as error:
         raise ReplayError(f"{out_dir} cannot be written: {error.strerror or error}") from None
     config = dataclasses.replace(read_hf_config(source), dtype=dtype)
@@ -153,8 +153,10 @@ def convert(
     }
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
-    above = next(path for path in target.parents if os.path.exists(path))
+def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+    require("\0" not in str(target), f"output {str(target)!r} has a zero byte in its name")
+    require(not os.path.islink(target), f"{target} is a symbolic link; give the directory itself")
+    above = next(path for path in (*target.parents, Path("/")) if os.path.exists(path))
     require(os.path.isdir(above), f"{target} cannot be made: {above} is not a directory")
     if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
         return
@@ -162,6 +164,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
     config = target / CONFIG_FILE
     ours = os.path.isfile(config) and "replayssm" in read_json(config)
     require(ours, f"{target} is not a checkpoint directory of this package; it is not overwritten")
+    inside = os.path.realpath(target) in (os.path.realpath(source), *map(str, Path(os.path.realpath(source)).parents))
+    require(not inside, f"{target} holds the input {source}; overwriting would delete it: choose another directory")
 
 
 def _make_parents(path: Path) -> list[Path]:

@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ReplayError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReplayError(f"{path} is not JSON: {error}") from None
     require(isinstance(data, dict), f"{path} holds a JSON {type(data).__name__}; it must be an object")
     return dict(data)

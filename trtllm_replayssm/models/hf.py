@@ -55,11 +55,12 @@ def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridC
         allow_moe: report mixture-of-experts layers as kind ``moe`` (for planning memory) instead of refusing them.
 
     Raises:
-        ReplayError: config.json missing or not JSON, an architecture that is not supported, a missing, mistyped or
-            unsupported field, quantized weights, MoE layers without ``allow_moe``.
+        ReplayError: no directory, config.json missing or not JSON, an architecture that is not supported, a missing,
+            mistyped or unsupported field, quantized weights, MoE layers without ``allow_moe``.
     """
     path = Path(directory)
     file = path / CONFIG_FILE
+    require(os.path.isdir(path), f"{path} is not a directory")
     require(os.path.isfile(file), f"{path} has no {CONFIG_FILE}")
     outer = Fields(read_json(file), str(file))
     family, moe = _family(outer)
@@ -87,7 +88,7 @@ def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridC
 def _family(fields: Fields) -> tuple[str, bool]:
     """(family, all-MoE) of a config's model_type."""
     model_type = fields.get("model_type", None)
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         names = fields.get("architectures", None)
         known = ", ".join(MODEL_TYPES)
         raise ReplayError(

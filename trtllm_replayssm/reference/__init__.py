@@ -1,6 +1,7 @@
 """The operations in readable torch, on CPU or CUDA tensors, up to float64: the oracle of every other implementation.
 
-The contract of each operation is docs/contracts.md. Oracles that share no code with these are in ``recurrence``.
+The contract of each operation is docs/contracts.md; none of them keeps a graph for gradients. Oracles that share no
+code with these are in ``recurrence``.
 """
 
 from __future__ import annotations

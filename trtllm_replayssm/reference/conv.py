@@ -20,6 +20,7 @@ from .slots import accepted_tokens
 PENDING = 2  # index of pending_len in layout.CURSOR_WORDS
 
 
+@torch.no_grad()
 def conv_step(
     pool: StatePool,
     slots: torch.Tensor,
@@ -59,6 +60,7 @@ def conv_step(
     return rows.spread(y)
 
 
+@torch.no_grad()
 def conv_scan(
     pool: StatePool,
     slots: torch.Tensor,

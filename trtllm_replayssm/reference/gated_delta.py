@@ -42,6 +42,7 @@ from .slots import (
 NORM_EPS = 1e-6
 
 
+@torch.no_grad()
 def gated_delta_step(
     pool: StatePool,
     slots: torch.Tensor,
@@ -96,6 +97,7 @@ def gated_delta_step(
     return rows.spread(o.to(pool["ring_v"].dtype))
 
 
+@torch.no_grad()
 def gated_delta_scan(
     pool: StatePool,
     slots: torch.Tensor,

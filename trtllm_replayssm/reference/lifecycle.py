@@ -26,6 +26,7 @@ def reset(pool: StatePool, slots: torch.Tensor) -> None:
     store_cursor(pool, chosen, empty_cursor(spec, chosen))
 
 
+@torch.no_grad()
 def materialize(
     pool: StatePool, src: torch.Tensor, count: torch.Tensor, dst: torch.Tensor, *, A: torch.Tensor | None = None
 ) -> None:

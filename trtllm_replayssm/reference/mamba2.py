@@ -33,6 +33,7 @@ from .slots import (
 )
 
 
+@torch.no_grad()
 def mamba2_step(
     pool: StatePool,
     slots: torch.Tensor,
@@ -83,6 +84,7 @@ def mamba2_step(
     return rows.spread(y.to(pool["ring_x"].dtype))
 
 
+@torch.no_grad()
 def mamba2_scan(
     pool: StatePool,
     slots: torch.Tensor,

@@ -110,7 +110,8 @@ class ModelState:
 
         Args:
             src, dst: int [n]; a dst is no other entry's src.
-            pending: int [n]: how many tokens of src's last step stay; -1 (default) means all of them.
+            pending: int [n]: how many tokens of src's last step stay; -1 (default) means all of them, other values are
+                clamped to what there is.
         """
         source, target = int_tensor(src, self.device), int_tensor(dst, self.device)
         keep = self._pending(pending, source)
@@ -172,7 +173,7 @@ class ModelState:
         """Ring rows to fold: the committed ones plus ``keep`` [n] of the pending ones (-1: all)."""
         cursor = pool["cursor"][slots.long(), 0, 0].to(torch.int32)
         history_len, pending_len = cursor[:, 1], cursor[:, 2]
-        return history_len + torch.where(keep < 0, pending_len, torch.minimum(keep, pending_len))
+        return history_len + torch.where(keep == -1, pending_len, torch.minimum(keep.clamp(min=0), pending_len))
 
 
 @dataclass(frozen=True, eq=False)

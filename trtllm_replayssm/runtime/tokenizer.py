@@ -202,7 +202,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises ReplayError where it cannot be read or is something else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ReplayError(f"cannot read {path}: {error}") from None
     require(isinstance(data, dict), f"{path} holds a {type(data).__name__}; it must be a JSON object")
     return dict(data)

@@ -139,6 +139,7 @@ def find_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ReplayError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N ({error})") from None
     require(found.type in ("cpu", "cuda"), f"device is {str(device)!r}; it must be auto, cpu, cuda or cuda:N")
+    require(found.type == "cuda" or not found.index, f"device is {str(device)!r}; there is one cpu")
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         require((found.index or 0) < count, f"device is {str(device)!r}; torch finds {count} CUDA devices here")
