@@ -181,6 +181,7 @@ def put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
 
 
 D, MLP = "backbone.layers.0.mixer.D", "backbone.layers.1.mixer.up_proj.weight"
+A_LOG = "backbone.layers.0.mixer.A_log"
 TENSOR_ERRORS = {
     "missing": (drop(D), r"tensor layers\.0\.mixer\.D is missing from the checkpoint"),
     "missing head": (drop("lm_head.weight"), r"tensor lm_head\.weight is missing"),
@@ -201,6 +202,7 @@ TENSOR_ERRORS = {
     "integers": (put(D, torch.zeros(6, dtype=torch.int64)), r"tensor backbone\.layers\.0\.mixer\.D is I64"),
     "twice": (put("model.layers.0.mixer.D", torch.zeros(6)), r"are the same weight"),
     "nan": (put(D, torch.full((6,), torch.nan)), r"tensor backbone\.layers\.0\.mixer\.D holds NaN or infinite values"),
+    "decay": (put(A_LOG, torch.full((6,), 89.0)), r"tensor backbone\.layers\.0\.mixer\.A_log holds 89; at most 88 "),
 }
 
 

@@ -45,6 +45,8 @@ _PREFIXES = {
 _SKIPPED_PREFIXES = ("mtp.", "model.mtp.", "backbone.mtp.", "model.visual.", "visual.")
 _SKIPPED_SUFFIX = "rotary_emb.inv_freq"
 _LISTED = 5
+#: exp of it is still finite in fp32 (the limit is 88.7).
+MAX_A_LOG = 88.0
 
 
 def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridConfig:
@@ -152,7 +154,8 @@ class HFWeights:
         """Read the sources of the weight ``name`` and combine them.
 
         Raises:
-            ReplayError: the result is not finite (in ``dtype``: fp16 overflows above 65,504).
+            ReplayError: the result is not finite (in ``dtype``: fp16 overflows above 65,504), or A_log is so large
+                that the decay rate exp(A_log) would not be.
         """
         import torch
 
@@ -161,6 +164,11 @@ class HFWeights:
         if not torch.isfinite(tensor).all():
             listed = ", ".join(self._raw[s.name] for s in recipe.sources)
             raise ReplayError(f"tensor {listed} holds NaN or infinite values (as {dtype})")
+        if name.endswith("A_log") and float(tensor.max()) > MAX_A_LOG:
+            listed = self._raw[recipe.sources[0].name]
+            raise ReplayError(
+                f"tensor {listed} holds {float(tensor.max()):g}; at most {MAX_A_LOG:g} keeps exp(A_log) finite in fp32"
+            )
         return tensor
 
     def _chosen(self, recipe: Recipe) -> Recipe:
