@@ -1,6 +1,6 @@
 # make demo   sets everything up on a fresh machine, converts the trained example model and decodes with it
 # make test   sets everything up and runs the tests (no GPU needed)
-# make lint   ruff and mypy            make lib   builds the CUDA library (needs nvcc and cmake)
+# make lint   ruff and mypy            make lib   builds the CUDA library (CUDA_ARCHS="80 90", JOBS=8), no GPU needed
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ JOBS ?= 2
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test lint lib
 	$(BIN)/python -m pytest tests/cpu -n 2 --dist loadfile --cov --cov-report=term --cov-fail-under=90
 
 lint: $(VENV)/.test
@@ -22,7 +22,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-lib: $(VENV)/.demo
+# Without a CUDA toolkit the compiler comes from PyPI. The script compiles again what has changed.
+lib: $(VENV)/.made
+	@command -v c++ >/dev/null || { echo "a C++ compiler is needed; on Debian and Ubuntu: apt-get install g++" >&2; exit 2; }
+	@command -v $${NVCC:-nvcc} >/dev/null || [ -x "$$CUDA_HOME/bin/nvcc" ] || $(PIP) -e '.[lib]'
 	PYTHON=$(BIN)/python CUDA_ARCHS="$(CUDA_ARCHS)" JOBS=$(JOBS) build_scripts/build_plugins.sh
 
 # One environment; the stamps record what has been installed into it.
@@ -42,4 +45,4 @@ $(VENV)/.test: $(VENV)/.made pyproject.toml requirements/constraints.txt
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf out build dist trtllm_replayssm/lib .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,13 +1,13 @@
 /* C interface of libtrtllm_replayssm: ReplaySSM operations on device memory.
  *
- * Every operation is asynchronous on the CUDA stream it is given, allocates nothing, reads nothing back to the host and may
- * be captured in a CUDA graph. It checks its arguments, returns a replayssm_status, and on anything but REPLAYSSM_OK leaves
- * a message for the calling thread that names the argument, the value that came and what is allowed
+ * Every operation is asynchronous on the CUDA stream it is given, allocates nothing, reads nothing back to the host and
+ * may be captured in a CUDA graph. It checks its arguments, returns a replayssm_status, and on anything but
+ * REPLAYSSM_OK leaves a message for the calling thread that names the argument, the value that came and what is allowed
  * (replayssm_last_error). What the operations compute is in docs/contracts.md, where a slot keeps its bytes in
  * trtllm_replayssm/layout.py and plugins/common/slot_layout.h.
  *
- * Every struct begins with struct_size = sizeof(the struct the caller was compiled with). Members are only ever added at
- * the end; a size that this library does not know is an error.
+ * Every struct begins with struct_size = sizeof(the struct the caller was compiled with). Members are only ever added
+ * at the end; a size that this library does not know is an error.
  */
 #ifndef TRTLLM_REPLAYSSM_REPLAYSSM_H
 #define TRTLLM_REPLAYSSM_REPLAYSSM_H
@@ -61,20 +61,20 @@ typedef enum replayssm_read_copy {
 /* trtllm_replayssm.RecurrenceSpec, field by field. */
 typedef struct replayssm_recurrence_spec {
     uint32_t struct_size;
-    int32_t kind;        /* replayssm_kind */
-    int32_t nheads;      /* H or HV */
-    int32_t ngroups;     /* G or HK */
-    int32_t headdim;     /* P or V */
-    int32_t dstate;      /* N or K */
-    int32_t state_dtype; /* replayssm_dtype */
-    int32_t act_dtype;   /* replayssm_dtype */
-    int32_t window;      /* L */
-    int32_t spec_len;    /* most tokens of one step */
-    int32_t read_copy;   /* replayssm_read_copy */
-    int32_t stagger;     /* 0 or 1 */
-    int32_t dt_softplus; /* 0 or 1; Mamba-2 */
-    float dt_min;        /* Mamba-2 */
-    float dt_max;        /* Mamba-2; may be infinite */
+    int32_t kind;         /* replayssm_kind */
+    int32_t nheads;       /* H or HV */
+    int32_t ngroups;      /* G or HK */
+    int32_t headdim;      /* P or V */
+    int32_t dstate;       /* N or K */
+    int32_t state_dtype;  /* replayssm_dtype */
+    int32_t act_dtype;    /* replayssm_dtype */
+    int32_t window;       /* L */
+    int32_t spec_len;     /* most tokens of one step */
+    int32_t read_copy;    /* replayssm_read_copy */
+    int32_t stagger;      /* 0 or 1 */
+    int32_t dt_softplus;  /* 0 or 1; Mamba-2 */
+    float dt_min;         /* Mamba-2 */
+    float dt_max;         /* Mamba-2; may be infinite */
     int32_t gate_bounded; /* 0 softplus, 1 bounded; KDA */
     float gate_lower_bound;
     int32_t qk_l2norm; /* 0 or 1; GDN, KDA */
@@ -119,8 +119,9 @@ typedef struct replayssm_pool {
     int64_t slots;
 } replayssm_pool;
 
-/* A device tensor. data NULL = absent, where the operation allows that. Strides in elements; axes as the operation says,
- * trailing entries unused. The last axis named in [brackets] of a comment below is dense unless it says otherwise. */
+/* A device tensor. data NULL = absent, where the operation allows that. Strides in elements; axes as the operation
+ * says, trailing entries unused. The last axis named in [brackets] of a comment below is dense unless it says
+ * otherwise. */
 typedef struct replayssm_tensor {
     const void* data;
     int64_t strides[4];
@@ -137,9 +138,14 @@ typedef struct replayssm_index {
 
 /* How a step is cut into thread blocks. Zeros let the library choose; results do not depend on it. */
 typedef struct replayssm_step_tuning {
-    int32_t head_splits;     /* blocks that share one head: 0, 1, 2 or 4 */
     int32_t heads_per_block; /* heads that one block takes one after another: 0 or a divisor of heads per group */
+    int32_t flags;           /* REPLAYSSM_STEP_..., or 0 */
 } replayssm_step_tuning;
+
+/* Set what the library would otherwise choose: */
+#define REPLAYSSM_STEP_EVEN_BLOCKS 1  /* no smaller blocks at the end of the grid */
+#define REPLAYSSM_STEP_STATE_LAST 2   /* ask for the ring rows before the state */
+#define REPLAYSSM_STEP_PLAIN_LAUNCH 4 /* no programmatic dependent launch */
 
 /* y = one step of `tokens` tokens for each of `rows` sequences. x, z, B, C, y have act_dtype, 16-byte aligned data and
  * strides; dt, dt_bias, D may be fp32, bf16 or fp16, A is fp32. slots outside [0, pool.slots) are padding rows. */
@@ -150,38 +156,42 @@ typedef struct replayssm_mamba2_step_params {
     replayssm_step_tuning tuning;
     replayssm_recurrence_spec spec;
     replayssm_pool pool;
-    replayssm_index slots;     /* [rows] */
-    replayssm_index accepted;  /* int32 [rows], or absent: all pending tokens stay */
-    replayssm_tensor x;        /* [rows, tokens, H, P] */
-    replayssm_tensor dt;       /* [rows, tokens, H], any strides */
-    replayssm_tensor A;        /* [H] */
-    replayssm_tensor B;        /* [rows, tokens, G, N] */
-    replayssm_tensor C;        /* [rows, tokens, G, N] */
-    replayssm_tensor D;        /* [H, P], any strides (a [H] tensor has stride 0 along P), or absent */
-    replayssm_tensor z;        /* [rows, tokens, H, P], or absent */
-    replayssm_tensor dt_bias;  /* [H], or absent */
-    replayssm_tensor y;        /* [rows, tokens, H, P], out */
+    replayssm_index slots;    /* [rows] */
+    replayssm_index accepted; /* [rows], or absent: all pending tokens stay */
+    replayssm_tensor x;       /* [rows, tokens, H, P] */
+    replayssm_tensor dt;      /* [rows, tokens, H], any strides */
+    replayssm_tensor A;       /* [H] */
+    replayssm_tensor B;       /* [rows, tokens, G, N] */
+    replayssm_tensor C;       /* [rows, tokens, G, N] */
+    replayssm_tensor D;       /* [H, P], any strides (a [H] tensor has stride 0 along P), or absent */
+    replayssm_tensor z;       /* [rows, tokens, H, P], or absent */
+    replayssm_tensor dt_bias; /* [H], or absent */
+    replayssm_tensor y;       /* [rows, tokens, H, P], out */
 } replayssm_mamba2_step_params;
 
-/* y = a scan over packed prompts; sequence i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1. */
+/* y = a scan over packed prompts; sequence i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1. exact 1: token by token, so
+ * that the state has the bits that steps over the same tokens would leave; 0: in chunks on tensor cores where there is
+ * a kernel (act_dtype bf16), the state within fp32 rounding of that. */
 typedef struct replayssm_mamba2_scan_params {
     uint32_t struct_size;
     int32_t sequences;
     int64_t tokens; /* rows of the packed tensors */
     replayssm_recurrence_spec spec;
     replayssm_pool pool;
-    replayssm_index slots;       /* [sequences] */
-    replayssm_index cu_seqlens;  /* [sequences + 1] */
-    const uint8_t* has_initial;  /* [sequences], or NULL: every sequence starts from zero */
-    replayssm_tensor x;          /* [tokens, H, P] */
-    replayssm_tensor dt;         /* [tokens, H] */
-    replayssm_tensor A;          /* [H] */
-    replayssm_tensor B;          /* [tokens, G, N] */
-    replayssm_tensor C;          /* [tokens, G, N] */
-    replayssm_tensor D;          /* as in the step */
-    replayssm_tensor z;          /* [tokens, H, P], or absent */
-    replayssm_tensor dt_bias;    /* [H], or absent */
-    replayssm_tensor y;          /* [tokens, H, P], out */
+    replayssm_index slots;      /* [sequences] */
+    replayssm_index cu_seqlens; /* [sequences + 1] */
+    const uint8_t* has_initial; /* [sequences], or NULL: every sequence starts from zero */
+    replayssm_tensor x;         /* [tokens, H, P] */
+    replayssm_tensor dt;        /* [tokens, H] */
+    replayssm_tensor A;         /* [H] */
+    replayssm_tensor B;         /* [tokens, G, N] */
+    replayssm_tensor C;         /* [tokens, G, N] */
+    replayssm_tensor D;         /* as in the step */
+    replayssm_tensor z;         /* [tokens, H, P], or absent */
+    replayssm_tensor dt_bias;   /* [H], or absent */
+    replayssm_tensor y;         /* [tokens, H, P], out */
+    int32_t exact;              /* 0 or 1 */
+    int32_t reserved;
 } replayssm_mamba2_scan_params;
 
 /* dst = src with the first `count` rows of its ring folded in. Pairs with an index outside the pool are passed over. */
@@ -205,7 +215,8 @@ typedef struct replayssm_reset_params {
     replayssm_index slots; /* [count] */
 } replayssm_reset_params;
 
-/* One step of the convolution. x and y: act_dtype, 16-byte aligned data and strides; weight and bias fp32, bf16 or fp16. */
+/* One step of the convolution. x and y: act_dtype, 16-byte aligned data and strides; weight and bias: fp32, bf16 or
+ * fp16. */
 typedef struct replayssm_conv_step_params {
     uint32_t struct_size;
     int32_t rows;
@@ -214,7 +225,7 @@ typedef struct replayssm_conv_step_params {
     replayssm_conv_spec spec;
     replayssm_pool pool;
     replayssm_index slots;    /* [rows] */
-    replayssm_index accepted; /* int32 [rows], or absent */
+    replayssm_index accepted; /* [rows], or absent */
     replayssm_tensor x;       /* [rows, tokens, C] */
     replayssm_tensor weight;  /* [C, kernel], any strides */
     replayssm_tensor bias;    /* [C], or absent */

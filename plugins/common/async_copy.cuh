@@ -16,34 +16,35 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-//! One buffer that is filled again and again. Every fill has kParts announcements (announce), in any order with its copies.
+//! One buffer that is filled again and again. Every fill is announced once, before or among its copies.
 class CopyBarrier {
 public:
-    //! By one thread; a __syncthreads must lie between this and any other use.
-    static __device__ __forceinline__ void init(uint64_t* barrier, int parts) {
+    //! By one thread, which may go on to announce and copy; a __syncthreads must lie between this and any wait.
+    static __device__ __forceinline__ void init(uint64_t* barrier) {
 #if REPLAYSSM_BULK_COPY
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(parts) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
 
-    //! By one thread: `bytes` more will arrive in this fill.
+    //! By one thread: this fill has `bytes` bytes.
     static __device__ __forceinline__ void announce(uint64_t* barrier, uint32_t bytes) {
 #if REPLAYSSM_BULK_COPY
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+            : "memory");
 #endif
     }
 
-    //! By every thread of the block, the same number of times as fills: returns when fill number `fill` is in shared memory.
+    //! By every thread of the block, the same number of times as fills: returns when fill number `fill` is in shared
+    //! memory.
     static __device__ __forceinline__ void wait(uint64_t* barrier, int fill) {
 #if REPLAYSSM_BULK_COPY
         const uint32_t parity = fill & 1;
         uint32_t done = 0;
         while (!done) {
-            asm volatile(
-                "{\n .reg .pred p;\n"
-                " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                " selp.u32 %0, 1, 0, p;\n}"
+            asm volatile("{\n .reg .pred p;\n"
+                         " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                         " selp.u32 %0, 1, 0, p;\n}"
                 : "=r"(done)
                 : "r"(shared_address(barrier)), "r"(parity)
                 : "memory");
@@ -55,47 +56,59 @@ public:
     }
 };
 
-//! L2 policy for bytes that are read once.
-__device__ __forceinline__ uint64_t evict_first_policy() {
+//! L2 policies: bytes that are read once, and bytes that are written back soon.
+__device__ __forceinline__ uint64_t copy_policy(bool read_once) {
     uint64_t policy = 0;
 #if REPLAYSSM_BULK_COPY
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    if (read_once) {
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    }
 #endif
     return policy;
 }
 
-//! By one thread: `bytes` from source to shared memory.
-__device__ __forceinline__ void copy_row(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
-#if REPLAYSSM_BULK_COPY
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(target)),
-        "l"(source), "r"(bytes), "r"(shared_address(barrier))
-        : "memory");
-#else
-    for (uint32_t i = 0; i < bytes; i += 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) + i),
-            "l"(static_cast<const char*>(source) + i)
-            : "memory");
+//! By one thread: kBytes (8 or 16) from source to shared memory, there after wait_for_own_copies and a barrier.
+template <int kBytes>
+__device__ __forceinline__ void copy_piece(void* target, const void* source) {
+    static_assert(kBytes == 8 || kBytes == 16, "cp.async moves 4, 8 or 16 bytes");
+    if constexpr (kBytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(target)), "l"(source) : "memory");
     }
-#endif
 }
+__device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-//! By every thread of the block: a large contiguous piece that is read once.
-__device__ __forceinline__ void copy_block(void* target, const void* source, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+//! By every thread of the block: a whole fill of one contiguous piece.
+__device__ __forceinline__ void copy_block(
+    void* target, const void* source, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
 #if REPLAYSSM_BULK_COPY
     if (threadIdx.x == 0) {
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                shared_address(target)),
+        CopyBarrier::announce(barrier, bytes);
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                     "[%3], %4;" ::"r"(shared_address(target)),
             "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
             : "memory");
     }
 #else
     for (uint32_t i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) + i),
-            "l"(static_cast<const char*>(source) + i)
-            : "memory");
+        copy_piece<16>(static_cast<char*>(target) + i, static_cast<const char*>(source) + i);
     }
+#endif
+}
+
+//! Programmatic dependent launch: wait until the kernels before this one are done and visible, and let the next one's
+//! blocks start as this one's leave. Both do nothing in a plain launch.
+__device__ __forceinline__ void wait_for_previous_kernels() {
+#if REPLAYSSM_BULK_COPY
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if REPLAYSSM_BULK_COPY
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

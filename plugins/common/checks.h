@@ -1,4 +1,5 @@
-//! Argument checks of the C interface: an Error carries a status and a message that names argument, value and what is allowed.
+//! Argument checks of the C interface: an Error carries a status and a message that names argument, value and what is
+//! allowed.
 #pragma once
 
 #include "../c_api/replayssm.h"
@@ -36,7 +37,8 @@ inline void require_range(const char* name, int64_t value, int64_t low, int64_t 
 }
 
 inline void require_size(const char* name, uint32_t got, uint64_t known) {
-    require(got == known, name, ".struct_size is ", got, "; this library (ABI ", REPLAYSSM_ABI_VERSION, ") knows ", known);
+    require(
+        got == known, name, ".struct_size is ", got, "; this library (ABI ", REPLAYSSM_ABI_VERSION, ") knows ", known);
 }
 
 inline int dtype_bytes(int32_t dtype) {
@@ -85,8 +87,9 @@ inline void require_vectors(const char* name, const replayssm_tensor& tensor, in
 inline void require_scalars(const char* name, const replayssm_tensor& tensor, bool optional) {
     if (optional && tensor.data == nullptr) return;
     require(tensor.data != nullptr, name, " is NULL; it must be a device pointer");
-    require(tensor.dtype == REPLAYSSM_FLOAT32 || tensor.dtype == REPLAYSSM_BFLOAT16 || tensor.dtype == REPLAYSSM_FLOAT16, name,
-        " has dtype ", dtype_name(tensor.dtype), "; it must be float32, bfloat16 or float16");
+    require(
+        tensor.dtype == REPLAYSSM_FLOAT32 || tensor.dtype == REPLAYSSM_BFLOAT16 || tensor.dtype == REPLAYSSM_FLOAT16,
+        name, " has dtype ", dtype_name(tensor.dtype), "; it must be float32, bfloat16 or float16");
 }
 
 inline void require_index(const char* name, const replayssm_index& index, bool optional) {
@@ -99,8 +102,9 @@ inline void require_pool(const replayssm_pool& pool, int64_t slot_bytes) {
     require(pool.base != nullptr, "pool.base is NULL; it must be a device pointer");
     const auto address = reinterpret_cast<uintptr_t>(pool.base);
     require(address % kAlignment == 0, "pool.base is at address ", address, "; it must be a multiple of ", kAlignment);
-    require(pool.stride_bytes >= slot_bytes && pool.stride_bytes % kAlignment == 0, "pool.stride_bytes is ", pool.stride_bytes,
-        "; it must be a multiple of ", kAlignment, " and at least ", slot_bytes, ", the bytes of one slot");
+    require(pool.stride_bytes >= slot_bytes && pool.stride_bytes % kAlignment == 0, "pool.stride_bytes is ",
+        pool.stride_bytes, "; it must be a multiple of ", kAlignment, " and at least ", slot_bytes,
+        ", the bytes of one slot");
     require_range("pool.slots", pool.slots, 1, INT32_MAX);
 }
 

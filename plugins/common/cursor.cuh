@@ -22,15 +22,16 @@ struct RingPlan {
     bool flush;
 };
 
-//! Rows that stay of the last step: -1 means all, other values are clamped.
-__device__ __forceinline__ int clamp_accepted(int accepted, int pending) {
-    return accepted < 0 ? pending : min(accepted, pending);
+//! How many of `available` rows are meant: -1 means all, other values are clamped.
+__device__ __forceinline__ int clamp_count(int64_t count, int available) {
+    if (count == -1 || count > available) return available;
+    return count < 0 ? 0 : static_cast<int>(count);
 }
 
-__device__ __forceinline__ RingPlan plan_step(const Cursor& cursor, int accepted, int tokens) {
+__device__ __forceinline__ RingPlan plan_step(const Cursor& cursor, int64_t accepted, int tokens) {
     RingPlan plan;
     plan.origin = cursor.origin;
-    plan.committed = cursor.history + clamp_accepted(accepted, cursor.pending);
+    plan.committed = cursor.history + clamp_count(accepted, cursor.pending);
     plan.flush = plan.committed > 0 && plan.committed + tokens > cursor.limit;
     plan.history = plan.flush ? 0 : plan.committed;
     return plan;
@@ -42,12 +43,13 @@ __device__ __forceinline__ int ring_row(int origin, int j, int ring_rows) {
     return row >= ring_rows ? row - ring_rows : row;
 }
 
-__device__ __forceinline__ Cursor next_cursor(const Cursor& old, const RingPlan& plan, int tokens, int window, int ring_rows) {
+//! The cursor after a step; limit: of the window that the next step meets.
+__device__ __forceinline__ Cursor next_cursor(const RingPlan& plan, int limit, int tokens, int ring_rows) {
     Cursor cursor;
     cursor.origin = static_cast<int16_t>(plan.flush ? ring_row(plan.origin, plan.committed, ring_rows) : plan.origin);
     cursor.history = static_cast<int16_t>(plan.history);
     cursor.pending = static_cast<int16_t>(tokens);
-    cursor.limit = plan.flush ? static_cast<int16_t>(window) : old.limit;
+    cursor.limit = static_cast<int16_t>(limit);
     return cursor;
 }
 

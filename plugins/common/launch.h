@@ -1,4 +1,5 @@
-//! Launch helpers: every launch gets its stream and a check, large shared memory is asked for once per kernel and device.
+//! Launch helpers: every launch gets its stream and a check, large shared memory is asked for once per kernel and
+//! device.
 #pragma once
 
 #include "checks.h"
@@ -19,42 +20,65 @@ struct DeviceLimits {
     int device = 0;
     int multiprocessors = 0;
     int block_shared_bytes = 0; // most shared memory that one block may ask for
+    bool early_launch = false;  // programmatic dependent launch
 };
 
 //! Of the current device; asked for once per device.
 inline DeviceLimits device_limits() {
-    static std::atomic<int> multiprocessors[kMaxDevices], shared_bytes[kMaxDevices];
+    static std::atomic<int> multiprocessors[kMaxDevices], shared_bytes[kMaxDevices], major[kMaxDevices];
     DeviceLimits limits;
     check_cuda(cudaGetDevice(&limits.device), "cudaGetDevice");
     require_range("device index", limits.device, 0, kMaxDevices - 1);
     int count = multiprocessors[limits.device].load(), bytes = shared_bytes[limits.device].load();
     if (count == 0 || bytes == 0) {
-        check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, limits.device), "multiprocessor count");
-        check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, limits.device), "shared memory limit");
+        check_cuda(
+            cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, limits.device), "multiprocessor count");
+        check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, limits.device),
+            "shared memory limit");
+        int capability = 0;
+        check_cuda(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, limits.device),
+            "compute capability");
+        major[limits.device] = capability;
         multiprocessors[limits.device] = count;
         shared_bytes[limits.device] = bytes;
     }
     limits.multiprocessors = count;
     limits.block_shared_bytes = bytes;
+    limits.early_launch = major[limits.device] >= 9;
     return limits;
 }
 
 //! Launch kernel<<<grid, threads, shared_bytes, stream>>>(params). One static per kernel remembers what was asked for.
+//! early: by programmatic dependent launch; the kernel must wait for its predecessors itself.
 template <auto kKernel, class Params>
-void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, const Params& params) {
+void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, const Params& params,
+    bool early = false) {
     static std::atomic<size_t> granted[kMaxDevices];
     const DeviceLimits limits = device_limits();
     if (shared_bytes > static_cast<size_t>(limits.block_shared_bytes)) {
-        fail(REPLAYSSM_UNSUPPORTED, name, " needs ", shared_bytes, " bytes of shared memory for this spec; the device gives ",
-            limits.block_shared_bytes);
+        fail(REPLAYSSM_UNSUPPORTED, name, " needs ", shared_bytes,
+            " bytes of shared memory for this spec; the device gives ", limits.block_shared_bytes);
     }
     if (granted[limits.device].load() < shared_bytes + 1) {
-        check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), name);
-        check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
+        check_cuda(
+            cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+            name);
+        check_cuda(cudaFuncSetAttribute(
+                       kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+            name);
         granted[limits.device] = shared_bytes + 1;
     }
-    kKernel<<<grid, threads, shared_bytes, stream>>>(params);
-    check_cuda(cudaGetLastError(), name);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kKernel, params), name);
 }
 
 } // namespace replayssm

@@ -20,11 +20,17 @@ __device__ __forceinline__ float to_float(__half value) { return __half2float(va
 template <class T>
 __device__ __forceinline__ T from_float(float value);
 template <>
-__device__ __forceinline__ float from_float<float>(float value) { return value; }
+__device__ __forceinline__ float from_float<float>(float value) {
+    return value;
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
 template <>
-__device__ __forceinline__ __half from_float<__half>(float value) { return __float2half_rn(value); }
+__device__ __forceinline__ __half from_float<__half>(float value) {
+    return __float2half_rn(value);
+}
 
 //! kCount elements of T that move as one access of kCount * sizeof(T) bytes (at most 16).
 template <class T, int kCount>
@@ -42,31 +48,41 @@ __device__ __forceinline__ void store_pack(void* address, const Pack<T, kCount>&
     *static_cast<Pack<T, kCount>*>(address) = pack;
 }
 
-//! 16 bytes of global memory that this kernel touches once: kept out of L1, first to leave L2.
-__device__ __forceinline__ uint4 load_streaming(const void* address) { return __ldcs(static_cast<const uint4*>(address)); }
-__device__ __forceinline__ void store_streaming(void* address, uint4 bits) { __stcs(static_cast<uint4*>(address), bits); }
+//! 16 bytes of global memory that this kernel reads once: kept out of L1, first to leave L2.
+__device__ __forceinline__ uint4 load_streaming(const void* address) {
+    return __ldcs(static_cast<const uint4*>(address));
+}
 
 template <class T>
 __device__ __forceinline__ void unpack16(uint4 bits, float (&out)[16 / sizeof(T)]) {
     const auto pack = *reinterpret_cast<const Pack<T, 16 / sizeof(T)>*>(&bits);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) out[i] = to_float(pack.value[i]);
+    for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i)
+        out[i] = to_float(pack.value[i]);
 }
 
 template <class T>
 __device__ __forceinline__ uint4 pack16(const float (&in)[16 / sizeof(T)]) {
     Pack<T, 16 / sizeof(T)> pack;
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) pack.value[i] = from_float<T>(in[i]);
+    for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i)
+        pack.value[i] = from_float<T>(in[i]);
     return *reinterpret_cast<const uint4*>(&pack);
 }
 
-//! Element of a tensor whose dtype is known at run time only (dt, A, D, biases, convolution weights).
+//! Element of a tensor whose dtype is known at run time only (dt, A, D, biases, convolution weights), in two halves:
+//! the load, which nothing waits for, and its meaning.
+__device__ __forceinline__ unsigned load_bits(const void* data, int dtype, int64_t index) {
+    if (dtype == REPLAYSSM_FLOAT32) return __ldg(static_cast<const unsigned*>(data) + index);
+    return __ldg(static_cast<const unsigned short*>(data) + index);
+}
+__device__ __forceinline__ float bits_to_float(unsigned bits, int dtype) {
+    if (dtype == REPLAYSSM_FLOAT32) return __uint_as_float(bits);
+    if (dtype == REPLAYSSM_BFLOAT16) return __uint_as_float(bits << 16);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+}
 __device__ __forceinline__ float load_scalar(const void* data, int dtype, int64_t index) {
-    if (dtype == REPLAYSSM_FLOAT32) return __ldg(static_cast<const float*>(data) + index);
-    const unsigned short bits = __ldg(static_cast<const unsigned short*>(data) + index);
-    if (dtype == REPLAYSSM_BFLOAT16) return __uint_as_float(static_cast<unsigned>(bits) << 16);
-    return __half2float(__ushort_as_half(bits));
+    return bits_to_float(load_bits(data, dtype, index), dtype);
 }
 
 //! Entry of an int32 or int64 index vector.

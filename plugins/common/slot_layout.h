@@ -10,8 +10,8 @@
 
 namespace replayssm {
 
-constexpr int kCursorWords = 4;   // origin, history_len, pending_len, limit
-constexpr int kCursorCopies = 4;  // equal copies per head, one for each block that may share the head
+constexpr int kCursorWords = 4;  // origin, history_len, pending_len, limit
+constexpr int kCursorCopies = 4; // equal copies per head, one for each block that may share the head
 constexpr int kConvCursorChannels = 64;
 constexpr uint32_t kLayoutVersion = 1;
 constexpr int kMaxWindow = 64;
@@ -46,7 +46,8 @@ public:
         out_.version = kLayoutVersion;
         out_.region_count = REPLAYSSM_LAYOUT_REGIONS;
         out_.ring_rows = rows;
-        for (auto& region : out_.regions) region.offset = -1;
+        for (auto& region : out_.regions)
+            region.offset = -1;
     }
 
     //! Append a region: rows (the last axis) padded to row_alignment bytes, the region starting on a 128-byte line.
@@ -58,7 +59,8 @@ public:
         int64_t stride = 1;
         region.strides[rank - 1] = 1;
         for (int axis = rank - 2; axis >= 0; --axis) {
-            stride = axis == rank - 2 ? round_up(extent[rank - 1] * size, row_alignment) / size : stride * extent[axis + 1];
+            stride =
+                axis == rank - 2 ? round_up(extent[rank - 1] * size, row_alignment) / size : stride * extent[axis + 1];
             region.strides[axis] = stride;
         }
         region.nbytes = round_up(extent[0] * stride * size, 16);
@@ -77,7 +79,8 @@ private:
 };
 
 inline void require_act_dtype(int32_t dtype) {
-    require(dtype == REPLAYSSM_BFLOAT16 || dtype == REPLAYSSM_FLOAT16 || dtype == REPLAYSSM_FLOAT32 || dtype == REPLAYSSM_FLOAT64,
+    require(dtype == REPLAYSSM_BFLOAT16 || dtype == REPLAYSSM_FLOAT16 || dtype == REPLAYSSM_FLOAT32 ||
+            dtype == REPLAYSSM_FLOAT64,
         "spec.act_dtype is ", dtype_name(dtype), "; it must be bfloat16, float16, float32 or float64");
 }
 
@@ -86,7 +89,8 @@ inline void check_spec(const replayssm_recurrence_spec& s) {
     require_range("spec.kind", s.kind, REPLAYSSM_MAMBA2, REPLAYSSM_KIMI_DELTA);
     require_range("spec.nheads", s.nheads, 1, kMaxHeads);
     require_range("spec.ngroups", s.ngroups, 1, kMaxHeads);
-    require(s.nheads % s.ngroups == 0, "spec.ngroups is ", s.ngroups, "; it must divide spec.nheads, which is ", s.nheads);
+    require(
+        s.nheads % s.ngroups == 0, "spec.ngroups is ", s.ngroups, "; it must divide spec.nheads, which is ", s.nheads);
     for (auto [name, value] : {std::pair{"spec.headdim", s.headdim}, std::pair{"spec.dstate", s.dstate}}) {
         require(value >= 8 && value <= kMaxHeadDim && value % 8 == 0, name, " is ", value,
             "; it must be a multiple of 8 from 8 to ", kMaxHeadDim);
@@ -95,14 +99,16 @@ inline void check_spec(const replayssm_recurrence_spec& s) {
     require(s.state_dtype >= REPLAYSSM_FLOAT64 && s.state_dtype <= REPLAYSSM_FLOAT16, "spec.state_dtype is ",
         dtype_name(s.state_dtype), "; it must be float32, bfloat16, float16 or float64");
     require((s.state_dtype == REPLAYSSM_FLOAT64) == (s.act_dtype == REPLAYSSM_FLOAT64), "spec.state_dtype is ",
-        dtype_name(s.state_dtype), " with spec.act_dtype ", dtype_name(s.act_dtype), "; float64 must be chosen for both or neither");
+        dtype_name(s.state_dtype), " with spec.act_dtype ", dtype_name(s.act_dtype),
+        "; float64 must be chosen for both or neither");
     require_range("spec.window", s.window, 1, kMaxWindow);
     require_range("spec.spec_len", s.spec_len, 1, kMaxSpecLen);
     require_range("spec.read_copy", s.read_copy, REPLAYSSM_COPY_NONE, REPLAYSSM_COPY_INT8);
     require(s.read_copy != REPLAYSSM_COPY_BF16 || s.state_dtype <= REPLAYSSM_FLOAT32,
-        "spec.read_copy is bf16 with spec.state_dtype ", dtype_name(s.state_dtype), "; it must be none, fp8_e4m3 or int8");
-    require(s.dt_min >= 0.0f && std::isfinite(s.dt_min) && s.dt_max >= s.dt_min, "spec.dt_min is ", s.dt_min, " with spec.dt_max ",
-        s.dt_max, "; they must satisfy 0 <= dt_min <= dt_max, dt_min finite");
+        "spec.read_copy is bf16 with spec.state_dtype ", dtype_name(s.state_dtype),
+        "; it must be none, fp8_e4m3 or int8");
+    require(s.dt_min >= 0.0f && std::isfinite(s.dt_min) && s.dt_max >= s.dt_min, "spec.dt_min is ", s.dt_min,
+        " with spec.dt_max ", s.dt_max, "; they must satisfy 0 <= dt_min <= dt_max, dt_min finite");
 }
 
 inline int64_t ring_rows(const replayssm_recurrence_spec& s) {
@@ -153,7 +159,8 @@ inline replayssm_layout conv_layout(const replayssm_conv_spec& s) {
     check_conv_spec(s);
     const int64_t columns = s.kernel - 1 + s.spec_len;
     LayoutBuilder add(columns);
-    add.add(kCursor, REPLAYSSM_INT16, {round_up(s.channels, kConvCursorChannels) / kConvCursorChannels, kCursorWords}, 8);
+    add.add(
+        kCursor, REPLAYSSM_INT16, {round_up(s.channels, kConvCursorChannels) / kConvCursorChannels, kCursorWords}, 8);
     add.add(kColumns, s.act_dtype, {columns, s.channels});
     return add.result();
 }

@@ -1,4 +1,5 @@
-//! The Mamba-2 recurrence, one element at a time, and the per-thread tile of the state that every kernel here folds into.
+//! The Mamba-2 recurrence, one element at a time, and the per-thread tile of the state that every kernel here folds
+//! into.
 //!
 //!   S[p][n] <- exp(A dt) S[p][n] + (dt x[p]) B[n]
 //!
@@ -10,7 +11,15 @@
 #include "../common/cursor.cuh"
 #include "params.h"
 
+#include <type_traits>
+
 namespace replayssm {
+
+__device__ __forceinline__ int divide(int n, const Divisor& by) {
+    if (by.multiplier == 0) return n;
+    const int quotient = static_cast<int>(__umulhi(static_cast<uint32_t>(n), by.multiplier));
+    return quotient * static_cast<int>(by.value) > n ? quotient - 1 : quotient;
+}
 
 __device__ __forceinline__ float decay_of(float A, float dt) { return expf(__fmul_rn(A, dt)); }
 
@@ -18,20 +27,41 @@ __device__ __forceinline__ float fold_element(float S, float decay, float dtx, f
     return __fmaf_rn(dtx, B, __fmul_rn(decay, S));
 }
 
-//! dt of a token: clamp(softplus(raw + bias), dt_min, dt_max).
-__device__ __forceinline__ float token_dt(const Mamba2Inputs& in, int64_t row, int64_t token, int head) {
-    const int64_t index = row * in.dt.strides[0] + token * in.dt.strides[1] + head * in.dt.strides[2];
-    float dt = load_scalar(in.dt.data, in.dt.dtype, index);
-    if (in.dt_bias.data != nullptr) dt += load_scalar(in.dt_bias.data, in.dt_bias.dtype, head * in.dt_bias.strides[0]);
-    if (in.dt_softplus) dt = softplus(dt);
-    return fminf(fmaxf(dt, in.dt_min), in.dt_max);
-}
+//! A token's dt before bias and softplus, and its bias: loaded first, combined later.
+struct RawStep {
+    unsigned dt = 0;
+    unsigned bias = 0;
 
-//! A block's part of one head's state: kRows rows per thread, dstate spread over eight neighbouring lanes.
-//! Lane l of the eight holds, of every chunk of 8 * kVec elements, the kVec that begin at l * kVec: one 16-byte access.
+    //! dt at element dt_index, bias at element bias_index of their tensors.
+    template <class Tensor>
+    __device__ __forceinline__ void load(
+        const Tensor& dt_tensor, int64_t dt_index, const Tensor& bias_tensor, int64_t bias_index) {
+        dt = load_bits(dt_tensor.data, dt_tensor.dtype, dt_index);
+        if (bias_tensor.data != nullptr) bias = load_bits(bias_tensor.data, bias_tensor.dtype, bias_index);
+    }
+
+    //! clamp(softplus(raw + bias), dt_min, dt_max)
+    template <class Inputs>
+    __device__ __forceinline__ float value(const Inputs& in) const {
+        float step = bits_to_float(dt, in.dt.dtype);
+        if (in.dt_bias.data != nullptr) step += bits_to_float(bias, in.dt_bias.dtype);
+        if (in.dt_softplus) step = softplus(step);
+        return fminf(fmaxf(step, in.dt_min), in.dt_max);
+    }
+};
+
+//! What a fold needs of one ring row besides dt x.
+struct FoldRow {
+    float decay;
+    const float* B; // in shared memory
+};
+
+//! How a block's part of one head's state lies over its threads: kRows rows per thread, dstate spread over eight
+//! neighbouring lanes. Lane l of the eight holds, of every chunk of 8 * kVec elements, the kVec that begin at l * kVec:
+//! one 16-byte access.
 //! The split of dstate over lanes, hence the order of every sum over it, is the same for every kRows.
 template <class state_t_, int kDstate_, int kRows_>
-struct StateTile {
+struct TileLanes {
     using state_t = state_t_;
     static constexpr int kDstate = kDstate_; // 0: known at run time, at most 256
     static constexpr int kRows = kRows_;
@@ -40,10 +70,10 @@ struct StateTile {
     static constexpr int kChunk = kLanes * kVec;
     static constexpr int kChunks = ((kDstate ? kDstate : 256) + kChunk - 1) / kChunk;
 
-    float S[kRows][kChunks][kVec];
-
     //! dstate rounded up to whole chunks: the row length of B and C in shared memory.
-    static __host__ __device__ constexpr int padded_dstate(int dstate) { return (dstate + kChunk - 1) / kChunk * kChunk; }
+    static __host__ __device__ constexpr int padded_dstate(int dstate) {
+        return (dstate + kChunk - 1) / kChunk * kChunk;
+    }
 
     //! Where element n of a B or C row lies in shared memory: within a chunk, the first four elements of all lanes come
     //! first, so that eight lanes read 128 neighbouring bytes.
@@ -54,8 +84,80 @@ struct StateTile {
     }
 
     static __device__ __forceinline__ bool valid(int chunk, int lane, int dstate) {
-        return kDstate != 0 ? kDstate % kChunk == 0 || chunk * kChunk + lane * kVec < kDstate : chunk * kChunk + lane * kVec < dstate;
+        return kDstate != 0 ? kDstate % kChunk == 0 || chunk * kChunk + lane * kVec < kDstate
+                            : chunk * kChunk + lane * kVec < dstate;
     }
+
+    //! kVec elements of a B or C row in shared memory.
+    static __device__ __forceinline__ void load_shared_vector(
+        const float* row, int chunk, int lane, float (&out)[kVec]) {
+#pragma unroll
+        for (int part = 0; part < kVec / 4; ++part) {
+            const auto pack = load_pack<float, 4>(row + chunk * kChunk + part * 32 + lane * 4);
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                out[part * 4 + v] = pack.value[v];
+        }
+    }
+
+    //! Sums over the eight lanes of kRows * kTokens values, value r * kTokens + u being row r of token u. A lane ends
+    //! with kept<kTokens>() neighbouring totals, in part[0].., from value first_kept<kTokens>(lane) on. The tree of
+    //! every sum is the same for all kRows and kTokens: lanes 4 apart, then 2, then 1.
+    template <int kTokens>
+    static __device__ __forceinline__ void reduce(float (&part)[kRows * kTokens], int lane) {
+        int count = kRows * kTokens;
+#pragma unroll
+        for (int d = kLanes / 2; d > 0; d /= 2) {
+            if (count == 1) {
+                part[0] = __fadd_rn(part[0], __shfl_xor_sync(kFullMask, part[0], d));
+                continue;
+            }
+            const bool high = lane & d;
+            count /= 2;
+#pragma unroll
+            for (int i = 0; i < kRows * kTokens / 2; ++i) {
+                if (i >= count) break;
+                const float other = __shfl_xor_sync(kFullMask, high ? part[i] : part[count + i], d);
+                part[i] = __fadd_rn(high ? part[count + i] : part[i], other);
+            }
+        }
+    }
+
+    template <int kTokens>
+    static __host__ __device__ constexpr int kept() {
+        return kRows * kTokens > kLanes ? kRows * kTokens / kLanes : 1;
+    }
+
+    template <int kTokens>
+    static __device__ __forceinline__ int first_kept(int lane) {
+        int first = 0, count = kRows * kTokens;
+#pragma unroll
+        for (int d = kLanes / 2; d > 0; d /= 2) {
+            if (count == 1) break;
+            count /= 2;
+            if (lane & d) first += count;
+        }
+        return first;
+    }
+
+    //! Row of the totals that a lane keeps.
+    static __device__ __forceinline__ int kept_row(int lane) { return first_kept<1>(lane); }
+
+    //! One lane of those that keep the same totals.
+    template <int kTokens>
+    static __device__ __forceinline__ bool writes(int lane) {
+        return kRows * kTokens >= kLanes || (lane & (kLanes / (kRows * kTokens) - 1)) == 0;
+    }
+};
+
+//! The state in fp32 registers.
+template <class state_t_, int kDstate_, int kRows_>
+struct StateTile : TileLanes<state_t_, kDstate_, kRows_> {
+    using Lanes = TileLanes<state_t_, kDstate_, kRows_>;
+    using state_t = state_t_;
+    using Lanes::kRows, Lanes::kVec, Lanes::kChunk, Lanes::kChunks, Lanes::valid, Lanes::load_shared_vector;
+
+    float S[kRows][kChunks][kVec];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -63,7 +165,8 @@ struct StateTile {
 #pragma unroll
             for (int i = 0; i < kChunks; ++i)
 #pragma unroll
-                for (int v = 0; v < kVec; ++v) S[r][i][v] = 0.0f;
+                for (int v = 0; v < kVec; ++v)
+                    S[r][i][v] = 0.0f;
     }
 
     //! From state_t rows of `dstate` elements; row 0 of this thread begins at `rows`. kShared: from shared memory.
@@ -75,32 +178,26 @@ struct StateTile {
             for (int i = 0; i < kChunks; ++i) {
                 uint4 bits = make_uint4(0, 0, 0, 0);
                 if (valid(i, lane, dstate)) {
-                    const char* address = rows + (static_cast<int64_t>(r) * dstate + i * kChunk + lane * kVec) * sizeof(state_t);
+                    const char* address =
+                        rows + (static_cast<int64_t>(r) * dstate + i * kChunk + lane * kVec) * sizeof(state_t);
                     bits = kShared ? *reinterpret_cast<const uint4*>(address) : load_streaming(address);
                 }
                 unpack16<state_t>(bits, S[r][i]);
             }
     }
 
-    __device__ __forceinline__ void store(char* rows, int lane, int dstate) const {
+    //! Rounds to state_t, in this thread's registers too: what is read now is what a later step reads.
+    __device__ __forceinline__ void store(char* rows, int lane, int dstate) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
 #pragma unroll
             for (int i = 0; i < kChunks; ++i) {
                 if (!valid(i, lane, dstate)) continue;
                 char* address = rows + (static_cast<int64_t>(r) * dstate + i * kChunk + lane * kVec) * sizeof(state_t);
-                store_streaming(address, pack16<state_t>(S[r][i]));
+                const uint4 bits = pack16<state_t>(S[r][i]);
+                *reinterpret_cast<uint4*>(address) = bits;
+                if (sizeof(state_t) < sizeof(float)) unpack16<state_t>(bits, S[r][i]);
             }
-    }
-
-    //! kVec elements of a B or C row in shared memory.
-    static __device__ __forceinline__ void load_shared_vector(const float* row, int chunk, int lane, float (&out)[kVec]) {
-#pragma unroll
-        for (int part = 0; part < kVec / 4; ++part) {
-            const auto pack = load_pack<float, 4>(row + chunk * kChunk + part * 32 + lane * 4);
-#pragma unroll
-            for (int v = 0; v < 4; ++v) out[part * 4 + v] = pack.value[v];
-        }
     }
 
     //! Fold one ring row: dtx of this thread's rows, B in shared memory.
@@ -113,52 +210,139 @@ struct StateTile {
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
-                for (int v = 0; v < kVec; ++v) S[r][i][v] = fold_element(S[r][i][v], decay, dtx[r], b[v]);
+                for (int v = 0; v < kVec; ++v)
+                    S[r][i][v] = fold_element(S[r][i][v], decay, dtx[r], b[v]);
         }
     }
 
-    //! This lane's part of S C, to be summed over the eight lanes by reduce().
-    __device__ __forceinline__ void dot(const float* C, int lane, int dstate, float (&out)[kRows]) const {
+    //! Fold `count` rows that source.next(dtx) gives one after another.
+    template <class Source>
+    __device__ __forceinline__ void fold_rows(int count, int lane, int dstate, Source source) {
+#pragma unroll 1
+        for (int j = 0; j < count; ++j) {
+            float dtx[kRows];
+            const FoldRow from = source.next(dtx);
+            fold(from.decay, dtx, from.B, lane, dstate);
+        }
+    }
+
+    //! This lane's part of S C_u for kTokens rows of C, n_pad elements apart: out[r * kTokens + u], to be summed by
+    //! reduce().
+    template <int kTokens>
+    __device__ __forceinline__ void dot(
+        const float* C, int n_pad, int lane, int dstate, float (&out)[kRows * kTokens]) const {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) out[r] = 0.0f;
+        for (int i = 0; i < kRows * kTokens; ++i)
+            out[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             if (!valid(i, lane, dstate)) continue;
-            float c[kVec];
-            load_shared_vector(C, i, lane, c);
+#pragma unroll
+            for (int u = 0; u < kTokens; ++u) {
+                float c[kVec];
+                load_shared_vector(C + u * n_pad, i, lane, c);
+#pragma unroll
+                for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                    for (int v = 0; v < kVec; ++v)
+                        out[r * kTokens + u] = __fmaf_rn(S[r][i][v], c[v], out[r * kTokens + u]);
+            }
+        }
+    }
+};
+
+//! The same tile of a 16-bit state, kept as it is stored: half the registers. A fold widens one chunk of dstate at a
+//! time.
+template <class state_t_, int kDstate_, int kRows_>
+struct PackedTile : TileLanes<state_t_, kDstate_, kRows_> {
+    using Lanes = TileLanes<state_t_, kDstate_, kRows_>;
+    using state_t = state_t_;
+    using Lanes::kRows, Lanes::kVec, Lanes::kChunk, Lanes::kChunks, Lanes::valid, Lanes::load_shared_vector;
+    static_assert(sizeof(state_t) == 2, "for 16-bit states");
+
+    uint4 bits[kRows][kChunks];
+
+    template <bool kShared>
+    __device__ __forceinline__ void load(const char* rows, int lane, int dstate) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i) {
+                bits[r][i] = make_uint4(0, 0, 0, 0);
+                if (!valid(i, lane, dstate)) continue;
+                const char* address =
+                    rows + (r * dstate + i * kChunk + lane * kVec) * static_cast<int>(sizeof(state_t));
+                bits[r][i] = kShared ? *reinterpret_cast<const uint4*>(address) : load_streaming(address);
+            }
+    }
+
+    __device__ __forceinline__ void store(char* rows, int lane, int dstate) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i) {
+                if (!valid(i, lane, dstate)) continue;
+                char* address = rows + (r * dstate + i * kChunk + lane * kVec) * static_cast<int>(sizeof(state_t));
+                *reinterpret_cast<uint4*>(address) = bits[r][i];
+            }
+    }
+
+    template <class Source>
+    __device__ __forceinline__ void fold_rows(int count, int lane, int dstate, Source source) {
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+            if (!valid(i, lane, dstate)) continue;
+            float S[kRows][kVec];
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
+                unpack16<state_t>(bits[r][i], S[r]);
+            Source rows = source;
+#pragma unroll 1
+            for (int j = 0; j < count; ++j) {
+                float dtx[kRows], b[kVec];
+                const FoldRow from = rows.next(dtx);
+                load_shared_vector(from.B, i, lane, b);
 #pragma unroll
-                for (int v = 0; v < kVec; ++v) out[r] = __fmaf_rn(S[r][i][v], c[v], out[r]);
+                for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                    for (int v = 0; v < kVec; ++v)
+                        S[r][v] = fold_element(S[r][v], from.decay, dtx[r], b[v]);
+            }
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                bits[r][i] = pack16<state_t>(S[r]);
         }
     }
 
-    //! Sum over the eight lanes; every lane ends with the total of row reduced_row(lane). The tree is the same for all kRows.
-    static __device__ __forceinline__ float reduce(const float (&part)[kRows], int lane) {
-        float value;
-        if constexpr (kRows == 4) {
-            const bool high = lane & 4, odd = lane & 2;
-            const float a = __fadd_rn(high ? part[2] : part[0], __shfl_xor_sync(kFullMask, high ? part[0] : part[2], 4));
-            const float b = __fadd_rn(high ? part[3] : part[1], __shfl_xor_sync(kFullMask, high ? part[1] : part[3], 4));
-            value = __fadd_rn(odd ? b : a, __shfl_xor_sync(kFullMask, odd ? a : b, 2));
-        } else if constexpr (kRows == 2) {
-            const bool high = lane & 4;
-            value = __fadd_rn(high ? part[1] : part[0], __shfl_xor_sync(kFullMask, high ? part[0] : part[1], 4));
-            value = __fadd_rn(value, __shfl_xor_sync(kFullMask, value, 2));
-        } else {
-            value = __fadd_rn(part[0], __shfl_xor_sync(kFullMask, part[0], 4));
-            value = __fadd_rn(value, __shfl_xor_sync(kFullMask, value, 2));
+    template <int kTokens>
+    __device__ __forceinline__ void dot(
+        const float* C, int n_pad, int lane, int dstate, float (&out)[kRows * kTokens]) const {
+#pragma unroll
+        for (int i = 0; i < kRows * kTokens; ++i)
+            out[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+            if (!valid(i, lane, dstate)) continue;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                float S[kVec];
+                unpack16<state_t>(bits[r][i], S);
+#pragma unroll
+                for (int u = 0; u < kTokens; ++u) {
+                    float c[kVec];
+                    load_shared_vector(C + u * n_pad, i, lane, c);
+#pragma unroll
+                    for (int v = 0; v < kVec; ++v)
+                        out[r * kTokens + u] = __fmaf_rn(S[v], c[v], out[r * kTokens + u]);
+                }
+            }
         }
-        return __fadd_rn(value, __shfl_xor_sync(kFullMask, value, 1));
     }
-
-    static __device__ __forceinline__ int reduced_row(int lane) {
-        if (kRows == 4) return ((lane >> 2) & 1) * 2 + ((lane >> 1) & 1);
-        return kRows == 2 ? (lane >> 2) & 1 : 0;
-    }
-
-    //! One lane of those that hold the same row.
-    static __device__ __forceinline__ bool writes(int lane) { return (lane & (kRows == 4 ? 1 : kRows == 2 ? 3 : 7)) == 0; }
 };
+
+//! The tile that the step kernel works on.
+template <class state_t, int kDstate, int kRows>
+using StepTile =
+    std::conditional_t<sizeof(state_t) == 2, PackedTile<state_t, kDstate, kRows>, StateTile<state_t, kDstate, kRows>>;
 
 } // namespace replayssm

@@ -1,8 +1,9 @@
-//! What the Mamba-2 kernels are launched with. Knows neither TensorRT nor torch; pointers are device memory, strides are in
-//! elements, offsets in bytes. Filled by c_api/mamba2.cpp after every check has passed.
+//! What the Mamba-2 kernels are launched with. Knows neither TensorRT nor torch; pointers are device memory, strides
+//! are in elements, offsets in bytes. Filled by c_api/mamba2.cpp after every check has passed.
 #pragma once
 
 #include "../c_api/replayssm.h"
+#include "step_shared.h"
 
 #include <cuda_runtime.h>
 
@@ -13,10 +14,10 @@ struct Mamba2Slots {
     char* base = nullptr;
     int64_t stride_bytes = 0;
     int64_t slots = 0;
-    int64_t cursor = 0; // int16 [H, 4 copies, 4 words]
-    int64_t state = 0;  // state_t [H, P, N]
-    int64_t ring_x = 0; // act_t [H, ring_rows, P]
-    int64_t ring_b = 0; // act_t [G, ring_rows, N]
+    int64_t cursor = 0;  // int16 [H, 4 copies, 4 words]
+    int64_t state = 0;   // state_t [H, P, N]
+    int64_t ring_x = 0;  // act_t [H, ring_rows, P]
+    int64_t ring_b = 0;  // act_t [G, ring_rows, N]
     int64_t ring_dt = 0; // fp32 [H, ring_dt_stride], ring_rows used
     int ring_dt_stride = 0;
     int ring_rows = 0;
@@ -35,52 +36,98 @@ struct Mamba2Shape {
 //! The formula's tensors that step and scan share. Token axes: the step has [rows, tokens, ...], the scan [tokens, ...]
 //! with a row stride of 0.
 struct Mamba2Inputs {
-    replayssm_tensor x, dt, A, B, C, D, z, dt_bias, y;
+    replayssm_tensor x{}, dt{}, A{}, B{}, C{}, D{}, z{}, dt_bias{}, y{};
     bool dt_softplus = true;
     float dt_min = 0.0f;
     float dt_max = 0.0f;
 };
 
+//! A step's tensor [rows, tokens, heads or groups, ...]: 32-bit strides (checked by the launcher) keep addresses cheap.
+struct StepTensor {
+    const void* data = nullptr;
+    int row = 0;
+    int token = 0;
+    int head = 0;
+    int dtype = 0;
+};
+
+struct StepInputs {
+    StepTensor x, dt, B, C, z, y;
+    StepTensor A, dt_bias; // stride along heads in `head`
+    StepTensor D;          // [H, P]: stride along P in `token`
+    bool dt_softplus = true;
+    float dt_min = 0.0f;
+    float dt_max = 0.0f;
+};
+
+//! Division of numbers below 2^31 by a number known on the host: a multiplication and a correction.
+struct Divisor {
+    uint32_t value = 1;
+    uint32_t multiplier = 0; // ceil(2^32 / value), 0 for 1
+
+    Divisor() = default;
+    explicit Divisor(uint32_t by)
+        : value(by), multiplier(by == 1 ? 0 : static_cast<uint32_t>((0x100000000ull + by - 1) / by)) {}
+};
+
+//! A run of rows whose heads are cut alike: blocks of `heads` heads, `blocks_per_row` = H / heads * splits of them a
+//! row.
+struct StepSegment {
+    int first_row = 0;
+    int blocks = 0;
+    int heads = 1;
+    Divisor blocks_per_row;
+};
+constexpr int kStepSegments = 3;
+
 struct Mamba2StepParams {
     Mamba2Slots pool;
     Mamba2Shape shape;
-    Mamba2Inputs in;
-    replayssm_index slots;
-    replayssm_index accepted;
+    StepInputs in;
+    replayssm_index slots{};
+    replayssm_index accepted{};
     int rows = 0;
     int tokens = 0;
-    int heads_per_block = 1;
+    StepSegment segments[kStepSegments]; // in grid order; the last one that has blocks ends the grid
+    bool state_first = true;             // ask for the state before the ring rows
+    bool early_launch = false;
     int committed_cap = 0; // most committed rows a slot can hold
+    Divisor heads_per_group;
+    Divisor row_vectors; // accesses that one row of x takes (row_access_elems)
+    StepShared shared;
 };
 
 struct Mamba2ScanParams {
     Mamba2Slots pool;
     Mamba2Shape shape;
     Mamba2Inputs in;
-    replayssm_index slots;
-    replayssm_index cu_seqlens;
+    replayssm_index slots{};
+    replayssm_index cu_seqlens{};
     const uint8_t* has_initial = nullptr;
     int sequences = 0;
+    bool exact = false; // token by token
 };
 
 struct Mamba2MaterializeParams {
     Mamba2Slots pool;
     Mamba2Shape shape;
-    replayssm_index src, count, dst;
+    replayssm_index src{}, count{}, dst{};
     const float* A = nullptr;
     int64_t A_stride = 0;
     int pairs = 0;
 };
 
-//! Cut of a step into blocks; zeros are replaced by what the table in step_launch.cu says.
+//! Cut of a step into blocks; zeros are replaced by what the table in launch.cu says.
 struct Mamba2StepTuning {
-    int head_splits = 0;
     int heads_per_block = 0;
+    int flags = 0; // REPLAYSSM_STEP_...
 };
 
 //! Launchers. Dtypes are replayssm_dtype codes; a combination without a kernel throws Error.
-void launch_mamba2_step(Mamba2StepParams params, int state_dtype, int act_dtype, Mamba2StepTuning tuning, cudaStream_t stream);
+void launch_mamba2_step(
+    Mamba2StepParams params, int state_dtype, int act_dtype, Mamba2StepTuning tuning, cudaStream_t stream);
 void launch_mamba2_scan(const Mamba2ScanParams& params, int state_dtype, int act_dtype, cudaStream_t stream);
-void launch_mamba2_materialize(const Mamba2MaterializeParams& params, int state_dtype, int act_dtype, cudaStream_t stream);
+void launch_mamba2_materialize(
+    const Mamba2MaterializeParams& params, int state_dtype, int act_dtype, cudaStream_t stream);
 
 } // namespace replayssm

@@ -7,39 +7,47 @@
 
 namespace replayssm {
 
-template <class act_t, class state_t, int kDstate, int kSplit>
-size_t step_shared_bytes(const Mamba2StepParams& p) {
-    using Tile = StateTile<state_t, kDstate, 4 / kSplit>;
-    const int block_rows = p.shape.headdim / kSplit;
-    const uint32_t state_bytes = kSplit < 4 ? static_cast<uint32_t>(block_rows * p.shape.dstate * sizeof(state_t)) : 0;
-    return StepShared(p.committed_cap, p.tokens, block_rows, Tile::padded_dstate(p.shape.dstate), sizeof(act_t),
-        p.heads_per_block > 1 ? 2 : 1, state_bytes, p.in.z.data != nullptr)
-        .bytes;
-}
-
-template <class act_t, class state_t, int kDstate, int kSplit>
-void launch_step_split(const Mamba2StepParams& p, cudaStream_t stream) {
-    const dim3 grid(p.shape.nheads / p.heads_per_block * kSplit, p.rows);
-    const size_t shared = step_shared_bytes<act_t, state_t, kDstate, kSplit>(p);
-    const int threads = 2 * p.shape.headdim;
-    if (p.tokens == 1 && kDstate != 0) {
-        launch<mamba2_step_kernel<act_t, state_t, kDstate, kSplit, kDstate != 0>>("mamba2_step", grid, threads, shared, stream, p);
+template <class act_t, class state_t, int kDstate>
+void launch_step_kernel(Mamba2StepParams p, cudaStream_t stream) {
+    using Traits = StepTraits<state_t, kDstate, true>;
+    constexpr bool kTuned = kDstate != 0; // the generic kernel is one for any number of tokens
+    const int block_rows = p.shape.headdim / Traits::kSplit;
+    const uint32_t state_bytes = kTuned ? static_cast<uint32_t>(block_rows * p.shape.dstate * sizeof(state_t)) : 0;
+    p.shared = StepShared(p.committed_cap, p.tokens, block_rows,
+        TileLanes<state_t, kDstate, 1>::padded_dstate(p.shape.dstate), sizeof(act_t), p.segments[0].heads > 1 ? 2 : 1,
+        state_bytes, p.in.z.data != nullptr, p.tokens == 1 && kTuned);
+    p.row_vectors = Divisor(block_rows / row_access_elems<act_t, Traits::kSplit>());
+    p.heads_per_group = Divisor(p.shape.heads_per_group);
+    int blocks = 0;
+    for (const StepSegment& segment : p.segments)
+        blocks += segment.blocks;
+    const int threads = Traits::kThreadsPerRow * p.shape.headdim;
+    if (p.tokens == 1 && kTuned) {
+        launch<mamba2_step_kernel<act_t, state_t, kDstate, kTuned>>(
+            "mamba2_step", dim3(blocks), threads, p.shared.bytes, stream, p, p.early_launch);
     } else {
-        launch<mamba2_step_kernel<act_t, state_t, kDstate, kSplit, false>>("mamba2_step", grid, threads, shared, stream, p);
+        launch<mamba2_step_kernel<act_t, state_t, kDstate, false>>(
+            "mamba2_step", dim3(blocks), threads, p.shared.bytes, stream, p, p.early_launch);
     }
 }
 
-//! Tuned for one dstate: a head may be one block's work, or that of two or four.
-template <class act_t, class state_t, int kDstate>
-void launch_step_tuned(const Mamba2StepParams& p, int splits, cudaStream_t stream) {
-    if (splits == 1) return launch_step_split<act_t, state_t, kDstate, 1>(p, stream);
-    if (splits == 2) return launch_step_split<act_t, state_t, kDstate, 2>(p, stream);
-    return launch_step_split<act_t, state_t, kDstate, 4>(p, stream);
+constexpr int kTunedHeaddim = 128; // most state rows of a tuned kernel's block
+inline bool is_tuned_dstate(int dstate) { return dstate == 64 || dstate == 128 || dstate == 256; }
+
+//! is_tuned_dstate(p.shape.dstate) and headdim up to kTunedHeaddim: a block has whole heads.
+template <class act_t, class state_t>
+void launch_step_tuned(const Mamba2StepParams& p, cudaStream_t stream) {
+    switch (p.shape.dstate) {
+        case 64: return launch_step_kernel<act_t, state_t, 64>(p, stream);
+        case 128: return launch_step_kernel<act_t, state_t, 128>(p, stream);
+        case 256: return launch_step_kernel<act_t, state_t, 256>(p, stream);
+        default: fail(REPLAYSSM_UNSUPPORTED, "spec.dstate is ", p.shape.dstate, "; tuned kernels have 64, 128 and 256");
+    }
 }
 
-//! Defined in step_<act>_<state>.cu, for dstate 128.
-void launch_step_bf16_fp32(const Mamba2StepParams& p, int splits, cudaStream_t stream);
-void launch_step_bf16_bf16(const Mamba2StepParams& p, int splits, cudaStream_t stream);
+//! Defined in step_<act>_<state>.cu.
+void launch_step_bf16_fp32(const Mamba2StepParams& p, cudaStream_t stream);
+void launch_step_bf16_bf16(const Mamba2StepParams& p, cudaStream_t stream);
 
 //! Defined in step_generic_<act>.cu, for any dstate: four blocks a head.
 void launch_step_generic_bf16(const Mamba2StepParams& p, int state_dtype, cudaStream_t stream);
@@ -49,9 +57,9 @@ void launch_step_generic_fp32(const Mamba2StepParams& p, int state_dtype, cudaSt
 template <class act_t>
 void launch_step_generic(const Mamba2StepParams& p, int state_dtype, cudaStream_t stream) {
     switch (state_dtype) {
-        case REPLAYSSM_FLOAT32: return launch_step_split<act_t, float, 0, 4>(p, stream);
-        case REPLAYSSM_BFLOAT16: return launch_step_split<act_t, __nv_bfloat16, 0, 4>(p, stream);
-        case REPLAYSSM_FLOAT16: return launch_step_split<act_t, __half, 0, 4>(p, stream);
+        case REPLAYSSM_FLOAT32: return launch_step_kernel<act_t, float, 0>(p, stream);
+        case REPLAYSSM_BFLOAT16: return launch_step_kernel<act_t, __nv_bfloat16, 0>(p, stream);
+        case REPLAYSSM_FLOAT16: return launch_step_kernel<act_t, __half, 0>(p, stream);
         default:
             fail(REPLAYSSM_UNSUPPORTED, "spec.state_dtype is ", dtype_name(state_dtype),
                 "; mamba2_step has float32, bfloat16 and float16");

@@ -6,6 +6,7 @@ itself is compared bit for bit with window-1 decoding of the same inputs.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import oracles
@@ -13,9 +14,10 @@ import pytest
 import torch
 from oracles import KINDS, TOLERANCE, gap, make_oracle, sequence
 
+from trtllm_replayssm import kernels, reference
 from trtllm_replayssm.errors import ReplayError
 from trtllm_replayssm.layout import ConvLayout, SlotLayout
-from trtllm_replayssm.runtime.state import Batch, ModelState
+from trtllm_replayssm.runtime.state import Batch, ModelState, default_operations
 
 
 def slot_bytes(state: ModelState, slot: int) -> list[torch.Tensor]:
@@ -212,3 +214,12 @@ def test_batch_and_state_on_different_devices() -> None:
     batch = Batch("step", INT32.to("meta"), INT64.to("meta"), kv_bound=1)
     with pytest.raises(ReplayError, match="the batch is on meta, the state on cpu; they must be on one device"):
         batch.check(state)
+
+
+def test_the_operations_follow_the_device_and_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "library.so"
+    monkeypatch.setenv("TRTLLM_REPLAYSSM_LIBRARY", str(library))
+    assert default_operations("cuda:0") is reference
+    library.touch()
+    assert default_operations("cuda:0") is kernels
+    assert default_operations("cpu") is reference

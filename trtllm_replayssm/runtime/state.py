@@ -30,6 +30,18 @@ def int_tensor(values: Ints, device: torch.device | str, dtype: torch.dtype = to
     return torch.as_tensor(values, dtype=dtype, device=device)
 
 
+def default_operations(device: torch.device | str) -> Any:
+    """The stateful operations for ``device``: ``kernels`` on CUDA if the library is built, else ``reference``."""
+    if torch.device(device).type == "cuda":
+        from .. import kernels
+
+        if kernels.library_path().is_file():
+            return kernels
+    from .. import reference
+
+    return reference
+
+
 class ModelState:
     """Zeroed memory for ``slots`` sequences.
 
@@ -38,7 +50,7 @@ class ModelState:
         slots: sequences that fit. max_positions: longest sequence, in tokens.
         window, spec_len, read_copy, state_dtype, stagger: of the RecurrenceSpec (spec.py) of every recurrent layer.
         device: a torch device. dtype: name of the activation dtype, which KV and ring rows have.
-        impl: module with the stateful operations (default: trtllm_replayssm.reference).
+        impl: module with the stateful operations (default: :func:`default_operations`).
 
     Attributes:
         spec, conv_spec: the RecurrenceSpec and ConvSpec of every recurrent layer.
@@ -69,7 +81,7 @@ class ModelState:
         require_int("slots", slots, 1, 1 << 20)
         require_int("max_positions", max_positions, 1, MAX_POSITIONS)
         if impl is None:
-            from .. import reference as impl
+            impl = default_operations(device)
         self.config = config
         self.slots = slots
         self.max_positions = max_positions

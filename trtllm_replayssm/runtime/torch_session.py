@@ -30,7 +30,7 @@ class TorchSession(Session):
         window, spec_len, read_copy, stagger: of the RecurrenceSpec (spec.py). state_dtype: default the model's own.
         dtype: of activations and weights; default that of the weights. device: a torch device.
         prefill_tokens: most prompt tokens per scan; longer prompts are scanned in pieces.
-        impl: module with the stateful operations (default: trtllm_replayssm.reference).
+        impl: module with the stateful operations (default: the CUDA library's where there is one, else the reference).
 
     Raises:
         ReplayError: a checkpoint that cannot be read, an argument out of range, a device that is not there.

@@ -1,0 +1,5 @@
+#include "scan_launch.cuh"
+
+void replayssm::launch_scan_fp32(const Mamba2ScanParams& p, int state_dtype, cudaStream_t stream) {
+    launch_scan<float>(p, state_dtype, stream);
+}
