@@ -1,4 +1,4 @@
-"""The native library as `make lib` builds it, without a GPU: it loads, says what it is, exports and links what it may."""
+"""The native library as `make lib` builds it, without a GPU: it loads, says what it is, exports its own names alone."""
 
 from __future__ import annotations
 
