@@ -141,7 +141,13 @@ def test_interrupt_while_waiting_for_a_prompt(tmp_path: Path) -> None:
     fifo = tmp_path / "prompt"
     os.mkfifo(fifo)
     argv = [sys.executable, "-m", "trtllm_replayssm", "run", str(tmp_path), "--prompt-file", str(fifo)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # A background job of a script starts with the signal ignored; the command is tested as a terminal starts it.
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     with open(fifo, "wb"):  # opens once the command reads
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
