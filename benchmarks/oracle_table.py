@@ -21,8 +21,10 @@ WINDOWS = (1, 5, 16)
 
 def measure() -> dict[str, dict[int, dict[str, float]]]:
     """max |logit difference| by family, window and scenario."""
-    import oracles
-
+    try:
+        import oracles
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error.name} is not installed; the oracles need the test extra: pip install '.[test]'")
     return {
         kind: {
             window: {name: scenario(oracles.make_oracle(kind), window) for name, scenario in oracles.SCENARIOS.items()}

@@ -32,8 +32,8 @@ def commands(out: Path) -> list[tuple[str, list[str]]]:
             ["run", checkpoint, "--prompt", PROMPT, "--max-new-tokens", "200", "--decode", "both", "--window", "16"],
         ),
         (
-            "What ReplaySSM would save on a real model: Nemotron-3-Super, 256 sequences on one H200",
-            ["plan", "nemotron-3-super", "--batch", "256", "--window", "16", "--gpu", "h200"],
+            "What ReplaySSM would save on a real model: Nemotron-3-Super, 256 sequences on four H200s",
+            ["plan", "nemotron-3-super", "--batch", "256", "--window", "16", "--gpu", "h200", "--tp", "4"],
         ),
     ]
 

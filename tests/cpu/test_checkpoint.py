@@ -153,7 +153,7 @@ def test_progress_and_text_files(saved: dict[str, Path], tmp_path: Path) -> None
 
 
 def test_existing_output(saved: dict[str, Path], tmp_path: Path, converted: Path) -> None:
-    with pytest.raises(ReplayError, match="exists; choose another directory or allow overwriting"):
+    with pytest.raises(ReplayError, match=r"exists; choose another directory or overwrite it \(--overwrite\)"):
         convert(saved["qwen3_5"], converted)
     assert read_checkpoint_config(converted).family == "nemotron_h"
     convert(saved["qwen3_5"], converted, overwrite=True)

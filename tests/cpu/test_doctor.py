@@ -267,7 +267,7 @@ MISSING = {"status": "missing", "detail": ""}
 @pytest.mark.parametrize(
     ("changed", "capability", "detail", "do"),
     [
-        ({"torch": MISSING}, "reference decoding on CUDA", "torch is missing", "trtllm-replayssm[torch]"),
+        ({"torch": MISSING}, "reference decoding on CUDA", "torch is missing", "pip install torch safetensors"),
         (
             {"torch": {"status": "ok", "gpus": []}, "driver": MISSING},
             "reference decoding on CUDA",
@@ -286,7 +286,7 @@ MISSING = {"status": "missing", "detail": ""}
             "error 3.0",
             "pip",
         ),
-        ({"matplotlib": MISSING}, "plan --plot", "matplotlib is missing", "trtllm-replayssm[plot]"),
+        ({"matplotlib": MISSING}, "plan --plot", "matplotlib is missing", "pip install matplotlib"),
         ({"library": MISSING}, "CUDA kernels", "library not built", "make lib"),
         ({"library": {"status": "broken", "detail": "ABI 3"}}, "CUDA kernels", "ABI 3", "make lib"),
         ({"torch": {"status": "ok", "gpus": []}}, "CUDA kernels", "torch sees no GPU", "driver"),
@@ -348,7 +348,7 @@ def test_command_prints_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert asked[1] == ["selftest", "selftest_cuda", "selftest_kernels"]
     text = capsys.readouterr().out
     assert "GPU NVIDIA H200, sm_90, 139.7 GiB, planner preset h200" in text
-    assert text.count("pip install 'trtllm-replayssm[plot]'") == 1
+    assert text.count("pip install matplotlib") == 1
     assert text.rstrip().endswith("the core works")
 
 
@@ -368,7 +368,7 @@ def test_no_selftest_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 1
     assert report["core_works"] is False
     part = by_name(report["parts"])["torch"]
-    assert (part["status"], part["do"]) == ("missing", "pip install 'trtllm-replayssm[torch]'")
+    assert (part["status"], part["do"]) == ("missing", "pip install torch safetensors")
 
 
 def test_cpu_machine_runs_the_cpu_selftest_alone(monkeypatch: pytest.MonkeyPatch) -> None:

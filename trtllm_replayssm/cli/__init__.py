@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in TORCH_EXTRA:
             raise
-        report_error(f"{error.name} is not installed; install it with: pip install '{PROG}[torch]'")
+        report_error(f"{error.name} is not installed; install it with: pip install torch safetensors")
     except RuntimeError as error:
         if not out_of_memory(error):
             raise

@@ -30,7 +30,9 @@ def collect(arguments: Sequence[str], files: Sequence[str]) -> list[str]:
         require(given, "no prompt; give --prompt, --prompt-file or text on stdin")
         prompts.append(_stdin())
     for i, prompt in enumerate(prompts):
-        require(prompt != "", f"prompt {i} is empty; it must have at least one character")
+        require(
+            prompt != "", f"prompt {i} is empty; it must have at least one character (--prompt, --prompt-file or stdin)"
+        )
     return prompts
 
 

@@ -42,14 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="choose among the best, of probability P in all (default 1)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the first prompt; the next has N+1 and so on (default 0)")
-    add("--decode", choices=DECODE, default="replay", help="both: side by side, compared; exit code 1 if they differ")
+    add(
+        "--decode",
+        choices=DECODE,
+        default="replay",
+        help="both: side by side, compared; exit code 1 if they differ by more than rounding",
+    )
     add("--window", type=int, default=16, metavar="L", help=f"ReplaySSM window, 1..{MAX_WINDOW} (default 16)")
     add(
         "--draft-tokens",
         type=int,
         default=0,
         metavar="D",
-        help=f"prompt-lookup drafts, 0..{MAX_SPEC_LEN - 1} (default 0)",
+        help=f"prompt-lookup drafts, 0..{MAX_SPEC_LEN - 1} (default 0); the same text up to rounding",
     )
     add("--read-copy", choices=READ_COPIES, default="none", help="smaller copy of the state for reads (default none)")
     add("--dtype", choices=DTYPES, help="of activations and weights (default: the checkpoint's)")

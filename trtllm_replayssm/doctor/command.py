@@ -22,13 +22,13 @@ _NVCC_WHEELS = "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-nvv
 _PARTS = {
     "python": ("everything", "install Python 3.10 to 3.13 and make its environment anew: make PYTHON=python3.12 demo"),
     "numpy": ("everything", "pip install 'numpy>=1.24'"),
-    "torch": ("decoding", "pip install 'trtllm-replayssm[torch]'"),
-    "safetensors": ("checkpoints", "pip install 'trtllm-replayssm[torch]'"),
-    "tokenizers": ("checkpoints with a tokenizer", "pip install 'trtllm-replayssm[text]'"),
-    "jinja2": ("chat templates", "pip install 'trtllm-replayssm[text]'"),
-    "matplotlib": ("plan --plot", "pip install 'trtllm-replayssm[plot]'"),
-    "rich": ("progress bars", "pip install 'trtllm-replayssm[progress]'"),
-    "transformers": ("tests only", "pip install 'transformers>=5.24,<6'"),
+    "torch": ("decoding", "pip install torch safetensors"),
+    "safetensors": ("checkpoints", "pip install torch safetensors"),
+    "tokenizers": ("checkpoints with a tokenizer", "pip install tokenizers jinja2"),
+    "jinja2": ("chat templates", "pip install tokenizers jinja2"),
+    "matplotlib": ("plan --plot", "pip install matplotlib"),
+    "rich": ("progress bars", "pip install rich"),
+    "transformers": ("tests only", "pip install 'transformers>=5.20,<6'"),
     "driver": ("CUDA", "install NVIDIA's driver, on a machine with an NVIDIA GPU"),
     "nvcc": ("make lib", f"pip install {_NVCC_WHEELS}"),
     "cmake": ("CMake builds", "pip install cmake"),
@@ -144,7 +144,7 @@ def _from_test(name: str, found: Mapping[str, Result], test: str, package: str) 
         return _row(name, False, f"needs {package}, which is {found[package]['status']}", _PARTS[package][1])
     result = found[test]
     works = result["status"] == OK
-    return _row(name, works, result["detail"], "pip install --force-reinstall --no-deps trtllm-replayssm")
+    return _row(name, works, result["detail"], "report it with the output of: trtllm-replayssm doctor --json")
 
 
 def _needs(name: str, found: Mapping[str, Result], parts: list[str], module: str) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     require(os.path.isdir(above), f"{target} cannot be made: {above} is not a directory")
     if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
         return
-    require(overwrite, f"{target} exists; choose another directory or allow overwriting")
+    require(overwrite, f"{target} exists; choose another directory or overwrite it (--overwrite)")
     config = target / CONFIG_FILE
     ours = os.path.isfile(config) and "replayssm" in read_json(config)
     require(ours, f"{target} is not a checkpoint directory of this package; it is not overwritten")

@@ -60,7 +60,7 @@ def write_plot(path: str, model: ModelShape, work: Workload) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ReplayError("plot needs matplotlib, which is missing: pip install 'trtllm-replayssm[plot]'") from None
+        raise ReplayError("plot needs matplotlib, which is missing: pip install matplotlib") from None
     with matplotlib.rc_context({"svg.hashsalt": "trtllm-replayssm", "font.size": 10}):
         figure = Figure(figsize=(8.0, 4.8), layout="constrained")
         _draw(figure.add_subplot(), model, work)

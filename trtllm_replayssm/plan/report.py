@@ -57,8 +57,9 @@ def _head(plan: dict[str, Any]) -> str:
     drafts, window = work["draft_tokens"], f"window {work['window']}"
     step = f"1 + {drafts} tokens per step, {work['acceptance']:.3g} kept" if drafts else "1 token per step"
     speed = f"{gpu['bandwidth'] / 1e12:.3g} TB/s ({gpu['source']}), {gpu['memory'] / 1e9:.0f} GB"
-    weights = f"{model['weights_bytes'] / 1e9:,.1f} GB of weights ({model['weights_from']})"
-    params = f"{model['params'] / 1e9:,.1f} B parameters, one token reads {model['active_params'] / 1e9:,.1f} B"
+    weights = f"{_amount(model['weights_bytes'], 'GB', 'MB')} of weights ({model['weights_from']})"
+    params, active = (_amount(model[name], "B", "M") for name in ("params", "active_params"))
+    params = f"{params} parameters, one token reads {active}"
     rows = [
         ("model", f"{model['name']}: {model['layers']}"),
         ("", f"{params}; {weights}"),
@@ -67,6 +68,11 @@ def _head(plan: dict[str, Any]) -> str:
         ("dtypes", f"state {work['state_dtype']}{copy}, activations {work['act_dtype']}"),
     ]
     return align(rows, left=2, indent="")
+
+
+def _amount(value: float, billions: str, millions: str) -> str:
+    """``value`` in billions, or in millions where that is below 0.1 of a billion."""
+    return f"{value / 1e9:,.1f} {billions}" if value >= 1e8 else f"{value / 1e6:,.1f} {millions}"
 
 
 def _memory(plan: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ class ChatTemplate:
             import jinja2.ext
             import jinja2.sandbox
         except ImportError:
-            raise ReplayError("--chat needs jinja2; install it with: pip install 'trtllm-replayssm[text]'") from None
+            raise ReplayError("--chat needs jinja2; install it with: pip install tokenizers jinja2") from None
 
         class Generation(jinja2.ext.Extension):  # type: ignore[misc, unused-ignore]
             """``{% generation %}`` marks the assistant's words for training; here it only encloses them."""

@@ -166,7 +166,7 @@ class HFTokenizer(Tokenizer):
             import tokenizers
         except ImportError:
             raise ReplayError(
-                f"{path.name} needs the tokenizers library; install it with: pip install 'trtllm-replayssm[text]'"
+                f"{path.name} needs the tokenizers library; install it with: pip install tokenizers jinja2"
             ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
