@@ -10,6 +10,7 @@ tiny_hf_dir writes such a model as a published-format directory; make_oracle als
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import random
 import tempfile
@@ -161,14 +162,16 @@ class Oracle:
         """Logits [tokens - prompt, vocab] of single-token steps with transformers' cache after a prefill."""
         import transformers
 
-        cache = transformers.DynamicCache(config=self.model.config)
+        # transformers 5.20 (the last for Python 3.10) and 5.24 name the argument differently and ignore the other name.
+        known = inspect.signature(self.model.forward).parameters
+        name = "cache" if "cache" in known else "past_key_values"
+        assert name in known
+        cache = {name: transformers.DynamicCache(config=self.model.config)}
         rows = []
         with torch.no_grad():
-            self.model(torch.tensor([tokens[:prompt]]), cache=cache, use_cache=True)
+            self.model(torch.tensor([tokens[:prompt]]), use_cache=True, **cache)
             for i in range(prompt, len(tokens)):
-                out = self.model(
-                    torch.tensor([[tokens[i]]]), cache=cache, use_cache=True, position_ids=torch.tensor([[i]])
-                )
+                out = self.model(torch.tensor([[tokens[i]]]), use_cache=True, **cache, position_ids=torch.tensor([[i]]))
                 rows.append(out.logits[0, 0])
         return torch.stack(rows)
 

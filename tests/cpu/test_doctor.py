@@ -284,7 +284,7 @@ MISSING = {"status": "missing", "detail": ""}
             {"selftest": {"status": "broken", "detail": "error 3.0"}},
             "reference decoding on the CPU",
             "error 3.0",
-            "pip",
+            "report it",
         ),
         ({"matplotlib": MISSING}, "plan --plot", "matplotlib is missing", "pip install matplotlib"),
         ({"library": MISSING}, "CUDA kernels", "library not built", "make lib"),

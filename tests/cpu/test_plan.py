@@ -479,3 +479,10 @@ def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ReplayError, match="plot needs matplotlib"):
         write_plot(str(tmp_path / "a.png"), MODELS["qwen3.5-4b"], Workload())
+
+
+def test_amounts_of_small_models_are_in_millions() -> None:
+    from trtllm_replayssm.plan.report import _amount
+
+    assert _amount(120_671_000_000, "B", "M") == "120.7 B"
+    assert _amount(5_678_480, "B", "M") == "5.7 M"
