@@ -1,0 +1,260 @@
+//! Runs the blocks of a CUDA kernel on a CPU: a fiber for each thread of a block, which runs until it has to wait for
+//! others. Lanes take turns at every collective, not at every instruction, so code that relies on lockstep without
+//! saying so (no __syncwarp) fails here. A warp goes on until it waits for another warp, so warps are as far apart as
+//! the barriers allow, the first or the last ahead: a missing barrier often shows. Not seen: races between two
+//! collectives of a warp or warpgroup (each is a full barrier here) and fences. One block at a time.
+//! Included before any source of the kernel: it makes the CUDA keywords empty and defines what device code calls.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#undef __global__
+#undef __shared__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __global__
+#define __shared__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __CUDA_ARCH_FEAT_SM90_ALL // kernels with warpgroup products are compiled, too
+
+using std::max;
+using std::min;
+
+namespace emulator {
+
+constexpr int kLanes = 32;
+constexpr int kGroupThreads = 128; // of a warpgroup
+constexpr int kNamedBarriers = 16;
+constexpr size_t kStackBytes = 1 << 16;
+constexpr int kMostIdleRounds = 8; // of a block's threads, without anything that another may wait for
+
+[[noreturn]] inline void fail(const char* what);
+
+struct Index {
+    unsigned x = 0, y = 0, z = 0;
+};
+
+} // namespace emulator
+
+inline emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+inline void fail(const char* what) {
+    std::fprintf(stderr, "emulator: %s (thread %u of block %u, %u)\n", what, threadIdx.x, blockIdx.x, blockIdx.y);
+    std::exit(3);
+}
+
+//! A place where `count` threads meet again and again, all for the same operation.
+struct Rendezvous {
+    int arrived = 0;
+    int64_t generation = 0;
+    const char* operation = nullptr;
+};
+
+//! Threads that meet, and what each has brought along.
+template <int kCount>
+struct Team {
+    Rendezvous rendezvous;
+    void* brought[kCount];
+};
+
+//! 16 bytes on their way to shared memory; zeros where the source does not exist.
+struct Copy {
+    uint32_t target;
+    const void* source;
+    bool exists;
+};
+
+//! Asynchronous copies of one thread. They take place when the thread waits for them or reports them to a barrier, not
+//! before: what is read too early reads what was there.
+struct Copies {
+    std::vector<Copy> open;
+    std::vector<std::vector<Copy>> groups;
+};
+
+struct Block {
+    explicit Block(int threads)
+        : warps(threads / kLanes), groups((threads + kGroupThreads - 1) / kGroupThreads), copies(threads),
+          contexts(threads), finished(threads, false) {}
+
+    Rendezvous all;
+    Rendezvous named[kNamedBarriers];
+    std::vector<Team<kLanes>> warps;
+    std::vector<Team<kGroupThreads>> groups;
+    std::vector<Copies> copies;
+    std::vector<ucontext_t> contexts;
+    std::vector<bool> finished;
+    std::function<void()> body;
+    int64_t progress = 0; // what others may have waited for
+    ucontext_t scheduler;
+};
+
+inline Block* block = nullptr;
+
+inline void let_others_run() {
+    const unsigned thread = threadIdx.x;
+    swapcontext(&block->contexts[thread], &block->scheduler);
+}
+
+//! The last of `count` threads to arrive runs `together`, then all go on.
+template <class Action>
+void meet(Rendezvous& place, int count, const char* operation, Action together) {
+    if (place.arrived == 0) place.operation = operation;
+    if (std::strcmp(place.operation, operation) != 0) fail("threads meet for different operations");
+    const int64_t generation = place.generation;
+    ++block->progress;
+    if (++place.arrived == count) {
+        together();
+        place.arrived = 0;
+        ++place.generation;
+    }
+    while (place.generation == generation)
+        let_others_run();
+}
+
+//! All lanes of a warp; together(what the lanes have brought).
+template <class Argument, class Action>
+void meet_warp(const char* operation, Argument* argument, Action together) {
+    Team<kLanes>& warp = block->warps[threadIdx.x / kLanes];
+    warp.brought[threadIdx.x % kLanes] = argument;
+    meet(warp.rendezvous, kLanes, operation, [&] { together(reinterpret_cast<Argument**>(warp.brought)); });
+}
+
+template <class Argument, class Action>
+void meet_group(const char* operation, Argument* argument, Action together) {
+    Team<kGroupThreads>& group = block->groups[threadIdx.x / kGroupThreads];
+    group.brought[threadIdx.x % kGroupThreads] = argument;
+    meet(group.rendezvous, kGroupThreads, operation, [&] { together(reinterpret_cast<Argument**>(group.brought)); });
+}
+
+inline void run_thread() {
+    block->body();
+    block->finished[threadIdx.x] = true;
+    ++block->progress;
+    let_others_run();
+}
+
+//! A warp's threads in turn, until none gets on; returns how many are not finished.
+inline int run_warp(int warp) {
+    int left;
+    int64_t before;
+    do {
+        left = 0;
+        before = block->progress;
+        for (int thread = warp * kLanes; thread < (warp + 1) * kLanes; ++thread) {
+            if (block->finished[thread]) continue;
+            ++left;
+            threadIdx.x = thread;
+            swapcontext(&block->scheduler, &block->contexts[thread]);
+        }
+    } while (block->progress != before);
+    return left;
+}
+
+//! Runs body() once for each thread of the block that blockIdx names, to the end.
+inline void run_block(int threads, bool last_warp_first, std::function<void()> body) {
+    static std::vector<std::vector<char>> stacks;
+    Block here(threads);
+    here.body = std::move(body);
+    block = &here;
+    while (static_cast<int>(stacks.size()) < threads)
+        stacks.emplace_back(kStackBytes);
+    for (int thread = 0; thread < threads; ++thread) {
+        ucontext_t& context = here.contexts[thread];
+        getcontext(&context);
+        context.uc_stack.ss_sp = stacks[thread].data();
+        context.uc_stack.ss_size = kStackBytes;
+        context.uc_link = &here.scheduler;
+        makecontext(&context, run_thread, 0);
+    }
+    const int warps = threads / kLanes;
+    int left = threads, idle = 0;
+    while (left > 0) {
+        const int64_t before = here.progress;
+        left = 0;
+        for (int i = 0; i < warps; ++i)
+            left += run_warp(last_warp_first ? warps - 1 - i : i);
+        idle = here.progress == before ? idle + 1 : 0;
+        if (idle > kMostIdleRounds) fail("all threads wait");
+    }
+    block = nullptr;
+}
+
+//! Value of the lane that source(lane) names.
+template <class T, class Source>
+T shuffle(const char* operation, T value, Source source) {
+    struct Exchange {
+        T in, out;
+        int source;
+    } mine{value, value, source(static_cast<int>(threadIdx.x % kLanes))};
+    meet_warp(operation, &mine, [](Exchange** lanes) {
+        for (int lane = 0; lane < kLanes; ++lane)
+            lanes[lane]->out = lanes[lanes[lane]->source]->in;
+    });
+    return mine.out;
+}
+
+} // namespace emulator
+
+inline void __syncwarp(unsigned = ~0u) {
+    emulator::meet_warp("__syncwarp", static_cast<void*>(nullptr), [](void**) {});
+}
+inline void __syncthreads() {
+    emulator::meet(emulator::block->all, blockDim.x, "__syncthreads", [] {});
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return emulator::shuffle("__shfl_sync", value, [=](int) { return lane; });
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int distance, int width = emulator::kLanes) {
+    return emulator::shuffle(
+        "__shfl_up_sync", value, [=](int lane) { return lane % width < distance ? lane : lane - distance; });
+}
+
+//! fmaf rounds once; the others must not be contracted, see -ffp-contract=off of the test.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
+inline float __fdividef(float a, float b) { return a / b; }
+
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+template <class T>
+T __ldg(const T* address) {
+    return *address;
+}
+template <class T>
+T __ldcs(const T* address) {
+    return *address;
+}
+template <class T>
+void __stcs(T* address, T value) {
+    *address = value;
+}
