@@ -10,7 +10,7 @@ Delta Attention (KDA) have HV = nheads value heads, HK = ngroups key heads, V = 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Mapping
 
 from .errors import ReplayError, require
@@ -256,7 +256,7 @@ def _checked_fields(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     known = {f.name: f for f in fields(cls)}
     unknown = sorted(str(key) for key in set(data) - set(known))
     require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(known)}")
-    required = [n for n, f in known.items() if f.default.__class__.__name__ == "_MISSING_TYPE"]
+    required = [n for n, f in known.items() if f.default is MISSING]
     missing = [n for n in required if n not in data]
     require(not missing, f"{cls.__name__} needs {', '.join(missing)}")
     return {k: (math.inf if v == "inf" else v) for k, v in data.items()}
