@@ -1,14 +1,17 @@
 # make demo   sets everything up on a fresh machine, converts the trained example model and decodes with it
 # make test   sets everything up and runs the tests (no GPU needed)
 # make lint   ruff and mypy            make lib   builds the CUDA library (CUDA_ARCHS="80 90", JOBS=8), no GPU needed
+# make wheel  the library for all GPUs of a release (or CUDA_ARCHS), then a wheel that carries it, in dist/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 CUDA_ARCHS ?= 90
+# sm_80 A100, 89 L4 and L40S, 90 H100 and H200, 100 B200, 120 RTX Blackwell.
+RELEASE_ARCHS := 80 89 90 100 120
 JOBS ?= 2
 
-.PHONY: demo test test-cpu lint lib clean
+.PHONY: demo test lint lib wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -27,6 +30,11 @@ lib: $(VENV)/.made
 	@command -v c++ >/dev/null || { echo "a C++ compiler is needed; on Debian and Ubuntu: apt-get install g++" >&2; exit 2; }
 	@command -v $${NVCC:-nvcc} >/dev/null || [ -x "$$CUDA_HOME/bin/nvcc" ] || $(PIP) -e '.[lib]'
 	PYTHON=$(BIN)/python CUDA_ARCHS="$(CUDA_ARCHS)" JOBS=$(JOBS) build_scripts/build_plugins.sh
+
+wheel: CUDA_ARCHS := $(if $(filter command line environment,$(origin CUDA_ARCHS)),$(CUDA_ARCHS),$(RELEASE_ARCHS))
+wheel: lib
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
 
 # One environment; the stamps record what has been installed into it.
 $(VENV)/.made:
