@@ -26,7 +26,7 @@ from trtllm_replayssm.models.decoder import HybridDecoder
 from trtllm_replayssm.ops.torch_ops import TorchOps
 from trtllm_replayssm.runtime.state import Batch, ModelState
 
-KINDS = ("nemotron_h", "qwen3_next", "qwen3_5")
+KINDS = ("nemotron_h", "qwen3_next", "qwen3_5", "kimi_linear")
 TOLERANCE = 5e-5
 STEPS = 32
 RAGGED = (1, 7, 21)
@@ -42,6 +42,20 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
+}
+_KIMI_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense"] * 4,
+    "num_key_value_heads": 4,
+    "linear_num_heads": 3,
+    "linear_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
 }
 _MAMBA2: dict[str, Any] = {
     "head_dim": 8,
@@ -68,6 +82,8 @@ def hf_config(kind: str, vocab_size: int = 97, **changes: Any) -> Any:
     if kind == "qwen3_next":
         dense = {"mlp_only_layers": [0, 1, 2, 3]}
         return transformers.Qwen3NextConfig(**{**base, **_GATED_DELTA, **dense, **changes})
+    if kind == "kimi_linear":
+        return transformers.KimiLinearConfig(**{**base, **_KIMI_DELTA, **changes})
     assert kind == "qwen3_5", kind
     return transformers.Qwen3_5TextConfig(**{**base, **_GATED_DELTA, "tie_word_embeddings": False, **changes})
 
@@ -77,7 +93,11 @@ def hf_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     config = hf_config(kind, **changes)
-    names = {"qwen3_next": "Qwen3NextForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+    names = {
+        "qwen3_next": "Qwen3NextForCausalLM",
+        "qwen3_5": "Qwen3_5ForCausalLM",
+        "kimi_linear": "KimiLinearForCausalLM",
+    }
     cls = getattr(transformers, names.get(kind, "NemotronHForCausalLM"))
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -6,7 +6,7 @@ and shape [slots, ...], so that writing to the view writes the slot. Torch is im
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from .errors import require
 from .layout import ROW_ALIGNMENT, ConvLayout, SlotLayout
@@ -15,7 +15,7 @@ from .spec import DTYPE_BYTES, require_int
 if TYPE_CHECKING:
     import torch
 
-Layout = SlotLayout | ConvLayout
+Layout = Union[SlotLayout, ConvLayout]  # | between classes needs Python 3.10
 #: Most slots of one pool.
 MAX_SLOTS = 1 << 24
 
@@ -47,7 +47,8 @@ class StatePool:
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
         import torch
 
-        require(isinstance(layout, Layout), f"layout is {type(layout).__name__}; it must be a SlotLayout or ConvLayout")
+        known = isinstance(layout, (SlotLayout, ConvLayout))
+        require(known, f"layout is {type(layout).__name__}; it must be a SlotLayout or ConvLayout")
         have = type(memory).__name__
         require(isinstance(memory, torch.Tensor), f"memory is {have}; it must be a uint8 tensor [slots, stride_bytes]")
         require(memory.dtype == torch.uint8, f"memory is {memory.dtype}; it must be torch.uint8")

@@ -1,1 +1,1 @@
-"""Parts of examples/train_tiny.py: corpus, scans, the two models, checkpoint directories, training, model card."""
+"""Parts of examples/train_tiny.py: corpus, scans, the three models, checkpoint directories, training, model card."""

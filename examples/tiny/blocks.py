@@ -1,8 +1,9 @@
-"""Layers that both hybrids use, and their initialisation. All norms and recurrences run in fp32 (or float64)."""
+"""Layers that several hybrids use, and their initialisation. All norms and recurrences run in fp32 (or float64)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,17 +52,31 @@ class GatedGroupNorm(nn.Module):
 
 
 class NormThenGate(nn.Module):
-    """Gated DeltaNet's output norm: RMS over each head's value channels, then the gate. o, z [..., v]."""
+    """The delta rules' output norm: RMS over each head's value channels, then the activated gate. o, z [..., v]."""
 
-    def __init__(self, channels: int, eps: float) -> None:
+    def __init__(self, channels: int, eps: float, activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(channels))
         self.eps = eps
+        self.activation = activation
 
     def forward(self, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         o = wide(o)
         o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.eps)
-        return o * self.weight * F.silu(wide(z))
+        return o * self.weight * self.activation(wide(z))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate u) * up u)."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
+        self.up_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
+        self.down_proj = nn.Linear(config["intermediate_size"], config["hidden_size"], bias=False)
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(u)) * self.up_proj(u))
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

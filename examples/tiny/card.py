@@ -14,10 +14,18 @@ EXCERPT_LENGTH = 1024
 EXCERPT_ROW = f"held-out bits per byte, excerpt of {EXCERPT_PIECES} x {EXCERPT_LENGTH} bytes"
 
 TITLES = {
+    "kimi_linear": "Tiny Kimi-Linear: Kimi Delta Attention and latent attention",
     "nemotron_h": "Tiny Nemotron-H: Mamba-2, attention and squared-ReLU MLP",
     "qwen3_5": "Tiny Qwen3.5: Gated DeltaNet and gated attention",
 }
 SHAPES = {
+    "kimi_linear": (
+        "8 layers, three Kimi Delta Attention then one latent attention, twice; hidden size 256. Kimi Delta Attention: "
+        "4 heads of 64 (state 64 x 64) with a decay per key channel (softplus gate), 4-tap convolutions. Latent "
+        "attention: 4 heads, keys of 48 channels of their own and 16 shared ones, values of 64, latent size 128, no "
+        "position encoding. Every layer has a SwiGLU MLP of 512 where the published model has experts. Embedding and "
+        "output matrix are separate."
+    ),
     "nemotron_h": (
         "14 layers in the pattern `M-M-M*-M-M-M*-` (M Mamba-2, * attention, - MLP), hidden size 256. Mamba-2: 8 heads "
         "of 64, state size 64, 2 groups, 4-tap convolution. Attention: 4 query and 2 key/value heads of 64, no "
@@ -100,6 +108,12 @@ def render(
         (EXCERPT_ROW, f"{measured.excerpt_bits:.4f}"),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    repeated = f"--arch {arch} --steps {result.steps} --seed {options.seed}"
+    default = TrainOptions()
+    for name in ("batch_tokens", "context", "lr"):
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            repeated += f" --{name.replace('_', '-')} {value:g}"
     return f"""---
 license: apache-2.0
 library_name: transformers
@@ -137,7 +151,7 @@ starts anew in each window ({options.context} bytes for the whole text, {EXCERPT
 Training forward: chunked scans in plain PyTorch (`examples/tiny/scans.py`), bf16 autocast on a GPU, recurrences,
 norms and residual stream in fp32. Repeat it with
 
-    python examples/train_tiny.py --arch {arch} --steps {result.steps} --seed {options.seed} --out my-model
+    python examples/train_tiny.py {repeated} --out my-model
 
 The text is that of the Python that runs the command. Figures differ a little from machine to machine, and where the
 clock ended the training: the learning rate then followed the time, not the steps.

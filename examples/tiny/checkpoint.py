@@ -16,12 +16,17 @@ from torch import nn
 
 from trtllm_replayssm.errors import ReplayError, require
 
-from . import nemotron_h, qwen3_5
+from . import kimi_linear, nemotron_h, qwen3_5
 
-CONFIGS: dict[str, dict[str, Any]] = {"nemotron_h": nemotron_h.CONFIG, "qwen3_5": qwen3_5.CONFIG}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "kimi_linear": kimi_linear.CONFIG,
+    "nemotron_h": nemotron_h.CONFIG,
+    "qwen3_5": qwen3_5.CONFIG,
+}
 MODELS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "nemotron_h": nemotron_h.NemotronH,
     "qwen3_5_text": qwen3_5.Qwen35,
+    "kimi_linear": kimi_linear.KimiLinear,
 }
 FILES = ("README.md", "config.json", "generation_config.json", "model.safetensors")
 GENERATION_CONFIG = {"bos_token_id": 0, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}

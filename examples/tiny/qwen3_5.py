@@ -15,6 +15,7 @@ from torch import nn
 from .blocks import (
     NormThenGate,
     RMSNorm,
+    SwiGLU,
     causal_attention,
     draw_a_log,
     draw_dt_bias,
@@ -131,19 +132,6 @@ class GatedAttention(nn.Module):
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         out = causal_attention(q, k, v) * gate.sigmoid()
         return self.o_proj(out.flatten(-2))
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate u) * up u)."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
-        self.up_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
-        self.down_proj = nn.Linear(config["intermediate_size"], config["hidden_size"], bias=False)
-
-    def forward(self, u: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(u)) * self.up_proj(u))
 
 
 class Layer(nn.Module):

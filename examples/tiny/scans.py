@@ -1,4 +1,4 @@
-"""Chunked, differentiable forms of the two recurrences, and the sequential forms they are checked against.
+"""Chunked, differentiable forms of the recurrences, and the sequential forms they are checked against.
 
 A chunk of C tokens is computed with matrix products; only the state is carried from chunk to chunk. Everything is
 computed in the dtype of the inputs (fp32 in training, float64 in the tests); callers keep autocast off around it.
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 64
+BLOCK = 8
 
 
 def pairwise_decay(log_decay: torch.Tensor) -> torch.Tensor:
@@ -104,8 +105,71 @@ def gated_delta_chunked(
     own, from_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     to_end = ks * (total[..., -1:] - total).exp().unsqueeze(-1)
     to_end = to_end.transpose(-1, -2)  # [b, h, z, k, c]
-    chunk_decay = total[..., -1].exp()[..., None, None]
-    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
+    starts, deltas = _carry(own, from_state, to_end, total[..., -1].exp()[..., None, None])
+    inside = ((qs @ ks.transpose(-1, -2)) * decay) @ deltas
+    carried = (qs * total.exp().unsqueeze(-1)) @ starts
+    return (inside + carried).movedim(1, 3).flatten(1, 2)[:, :tokens]
+
+
+def channel_scores(left: list[torch.Tensor], keys: torch.Tensor, total: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """For each tensor of ``left``: left_i . (e^(c_i - c_j) o keys_j) for j <= i, else 0, c = ``total``.
+
+    left, keys, total [..., C, k] -> [..., C, C] each; ``block`` divides C. Every exponent is <= 0: tokens of one block
+    are paired channel by channel, tokens of different blocks meet at the later block's start.
+    """
+    size = total.shape[-2]
+    count = size // block
+    c, k = (x.unflatten(-2, (count, block)) for x in (total, keys))
+    start = F.pad(c[..., :-1, -1, :], (0, 0, 1, 0))  # [..., n, k]: c just before each block
+    earlier = torch.ones(count, count, dtype=torch.bool, device=keys.device).tril(-1)[..., None, None]
+    to_start = (start[..., :, None, None, :] - c[..., None, :, :, :]).masked_fill(~earlier, float("-inf")).exp()
+    far = (to_start * k[..., None, :, :, :]).flatten(-3, -2)  # [..., n, C, k]
+    future = torch.ones(block, block, dtype=torch.bool, device=keys.device).triu(1)[..., None]
+    pairwise = (c.unsqueeze(-2) - c.unsqueeze(-3)).masked_fill(future, float("-inf")).exp()
+    near = pairwise * k.unsqueeze(-3)  # [..., n, block, block, k]
+    since_start = (c - start.unsqueeze(-2)).exp()
+    diagonal = torch.eye(count, dtype=keys.dtype, device=keys.device)[:, None, :, None]
+    out = []
+    for rows in left:
+        r = rows.unflatten(-2, (count, block))
+        between = (r * since_start) @ far.transpose(-1, -2)  # [..., n, block, C]
+        inside = (near @ r.unsqueeze(-1)).squeeze(-1)  # [..., n, block, block]
+        out.append((between + (inside.unsqueeze(-2) * diagonal).flatten(-2)).flatten(-3, -2))
+    return out
+
+
+def kimi_delta_chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk: int = CHUNK,
+    block: int = BLOCK,
+) -> torch.Tensor:
+    """:func:`gated_delta_chunked` with a log-decay per key channel: g [b, t, h, k] <= 0, everything else the same."""
+    tokens = q.shape[1]
+    qs, ks, vs = _chunks(q, chunk), _chunks(k, chunk), _chunks(v, chunk)  # [b, h, z, c, k or v]
+    gs, betas = _chunks(g, chunk), _chunks(beta, chunk).unsqueeze(-1)
+    total = gs.cumsum(-2)
+    key_scores, query_scores = channel_scores([betas * ks, qs], ks, total, block)
+    right = torch.cat([betas * vs, betas * total.exp() * ks], dim=-1)
+    solved = torch.linalg.solve_triangular(key_scores.tril(-1), right, upper=False, unitriangular=True)
+    own, from_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    to_end = (ks * (total[..., -1:, :] - total).exp()).transpose(-1, -2)  # [b, h, z, k, c]
+    starts, deltas = _carry(own, from_state, to_end, total[..., -1, :].exp().unsqueeze(-1))
+    out = query_scores @ deltas + (qs * total.exp()) @ starts
+    return out.movedim(1, 3).flatten(1, 2)[:, :tokens]
+
+
+def _carry(
+    own: torch.Tensor, from_state: torch.Tensor, to_end: torch.Tensor, chunk_decay: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State at each chunk's start [b, h, z, k, v] and deltas [b, h, z, c, v], from a zero state.
+
+    A chunk's deltas are own [b, h, z, c, v] - from_state [b, h, z, c, k] S; then S <- chunk_decay S + to_end deltas.
+    """
+    state = own.new_zeros(*own.shape[:2], from_state.shape[-1], own.shape[-1])
     starts, deltas = [], []
     # unbind, not indexing: its gradient is one stack instead of one full-size tensor per chunk.
     parts = zip(own.unbind(2), from_state.unbind(2), to_end.unbind(2), chunk_decay.unbind(2), strict=True)
@@ -114,19 +178,18 @@ def gated_delta_chunked(
         starts.append(state)
         deltas.append(delta)
         state = decay_z * state + chunk_to_end @ delta
-    inside = ((qs @ ks.transpose(-1, -2)) * decay) @ torch.stack(deltas, dim=2)
-    carried = (qs * total.exp().unsqueeze(-1)) @ torch.stack(starts, dim=2)
-    return (inside + carried).movedim(1, 3).flatten(1, 2)[:, :tokens]
+    return torch.stack(starts, dim=2), torch.stack(deltas, dim=2)
 
 
 def gated_delta_sequential(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The same function as :func:`gated_delta_chunked`, one token after the other."""
+    """The same functions as the two above, one token after the other; g [b, t, h] or [b, t, h, k]."""
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
     out = []
+    g = g if g.dim() == 4 else g.unsqueeze(-1)
     for t in range(q.shape[1]):
-        state = g[:, t].exp()[..., None, None] * state
+        state = g[:, t].exp().unsqueeze(-1) * state
         read = (state.transpose(-1, -2) @ k[:, t].unsqueeze(-1)).squeeze(-1)
         delta = beta[:, t].unsqueeze(-1) * (v[:, t] - read)
         state = state + k[:, t].unsqueeze(-1) * delta.unsqueeze(-2)

@@ -6,6 +6,7 @@ sizes published for the models; configs that transformers writes for the same mo
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import oracles
 import pytest
+from published_configs import KIMI_48B
 
 from trtllm_replayssm.errors import ReplayError
 from trtllm_replayssm.layout import SlotLayout
@@ -239,6 +241,64 @@ def test_qwen_moe(tmp_path: Path) -> None:
     assert config.layers.count("moe") == 64 and config.intermediate_size == 0
 
 
+def test_kimi_published(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match=r"26 of 54 layers are mixtures of experts \(MoE\); MoE is not supported yet"):
+        read(tmp_path, KIMI_48B)
+    config = read(tmp_path, KIMI_48B, allow_moe=True)
+    assert [config.layers.count(kind) for kind in ("kimi_delta", "attention", "mlp", "moe")] == [20, 7, 1, 26]
+    assert [i // 2 + 1 for i, kind in enumerate(config.layers) if kind == "attention"] == [4, 8, 12, 16, 20, 24, 27]
+    assert SlotLayout(config.recurrence_spec())["state"].nbytes == 2_097_152
+    assert (config.head_dim, config.latent_rank, config.latent_shared_dim, config.latent_q_rank) == (192, 512, 64, 0)
+    spec = config.recurrence_spec()
+    assert (spec.kind, spec.gate, spec.nheads, spec.ngroups, spec.headdim, spec.dstate) == (
+        "kimi_delta", "softplus", 32, 32, 128, 128)  # fmt: skip
+
+
+def test_kimi_forms_are_one(tmp_path: Path) -> None:
+    """The published form, without experts, and the form that transformers writes for it."""
+    import transformers
+
+    dense = {**KIMI_48B, "first_k_dense_replace": 27}
+    want = read(tmp_path, dense)
+    assert "moe" not in want.layers and read(tmp_path, {**KIMI_48B, "num_experts": None}) == want
+    written = transformers.KimiLinearConfig(**without(dense, "model_type"), pad_token_id=None)
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    assert read(tmp_path, {**written.to_dict(), **tokens, "linear_attn_config": None}) == want
+    bounded = dataclasses.replace(want, gate="bounded", gate_lower_bound=-4.0).recurrence_spec()
+    assert (bounded.gate, bounded.gate_lower_bound) == ("bounded", -4.0)
+
+
+KIMI_ERRORS = [
+    ({"gate_lower_bound": -5.0}, "gate_lower_bound is -5.0; only None is supported"),
+    ({"use_full_rank_gate": True}, "use_full_rank_gate is True; only False is supported"),
+    ({"hidden_act": "situ"}, "hidden_act is 'situ'; only silu is supported"),
+    ({"mla_use_nope": False}, "mla_use_nope is False; only True is supported"),
+    ({"attention_bias": True}, "attention_bias is True; only False is supported"),
+    ({"linear_attn_config": [1]}, r"linear_attn_config is \[1\]; it must be an object"),
+    (
+        {"linear_attn_config": {**KIMI_48B["linear_attn_config"], "kda_layers": [1, 2, 3]}},
+        "full_attn_layers and kda_layers must name each of the layers 1 to 27 once",
+    ),
+    ({"linear_attn_config": None}, "config.json: layer_types is missing"),
+    ({"linear_attn_config": None, "layer_types": ["kda"]}, "layer_types holds kda; known types are linear_attention"),
+    ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries; num_hidden_layers is 27"),
+    ({"mlp_layer_types": ["none"]}, "mlp_layer_types holds none; known types are dense, sparse"),
+    ({"moe_layer_freq": 0}, "moe_layer_freq is 0; it must be at least 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+    ({"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be at least 1"),
+    ({"qk_rope_head_dim": 0}, "latent_shared_dim is 0; it must be a whole number from 1 to 127"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads is 8; with latent_rank it must be num_attention_heads"),
+    ({"v_head_dim": None}, "v_head_dim is missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), KIMI_ERRORS, ids=[m for _, m in KIMI_ERRORS])
+def test_kimi_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ReplayError, match=message) as caught:
+        read(tmp_path, {**KIMI_48B, "first_k_dense_replace": 27, **changes})
+    assert "\n" not in str(caught.value)
+
+
 NEMOTRON_ERRORS = [
     ({"model_type": "llama", "architectures": ["X"]}, r"model_type is 'llama' \(architectures \['X'\]\); supported"),
     ({"model_type": None}, "model_type is None"),
@@ -330,6 +390,17 @@ CONFIG_ERRORS = [
     ({"rotary_dim": 130}, r"rotary_dim is 130; it must be a whole number from 0 to 128 \(head_dim\)"),
     ({"layers": ("gated_delta",), "conv_bias": True}, "conv_bias is True for gated_delta layers"),
     ({"vocab_size": 0}, "vocab_size is 0"),
+    ({"latent_value_dim": 8}, "latent_value_dim is 8 with latent_rank 0; it applies to latent attention only"),
+    ({"latent_rank": -1}, "latent_rank is -1"),
+    ({"gate": "bounded"}, "gate is 'bounded' for kind mamba2; it applies to kimi_delta only"),
+    (
+        {"latent_rank": 8, "latent_shared_dim": 8, "latent_value_dim": 8, "num_key_value_heads": 40, "qk_norm": True},
+        "qk_norm is True with latent_rank 8; latent attention has none",
+    ),
+    (
+        {"layers": ("kimi_delta",), "conv_bias": False, "gate": "tanh"},
+        "gate is 'tanh'; it must be one of softplus, bounded",
+    ),
 ]
 
 

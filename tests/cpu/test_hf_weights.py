@@ -69,6 +69,7 @@ PREFIXES = [
     ("qwen3_next", "model.", ""),
     ("qwen3_5", "model.", "model.language_model."),
     ("qwen3_5", "model.", "language_model.model."),
+    ("kimi_linear", "model.", ""),
 ]
 
 
@@ -143,6 +144,29 @@ def test_attention_rows_are_queries_gates_keys_values(saved: dict[str, Path]) ->
         assert torch.equal(q[16 * head : 16 * head + 16], published[head, 0])
         assert torch.equal(gate[16 * head : 16 * head + 16], published[head, 1])
     assert torch.equal(k, tensors[f"{stem}.k_proj.weight"]) and torch.equal(v, tensors[f"{stem}.v_proj.weight"])
+
+
+def as_published(tensors: Tensors) -> Tensors:
+    """transformers writes dense MLPs under the experts' prefix; published checkpoints do not. A_log as [heads]."""
+    renamed = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    return {name: tensor.flatten() if name.endswith("A_log") else tensor for name, tensor in renamed.items()}
+
+
+def test_kimi_names_as_published(saved: dict[str, Path], tmp_path: Path) -> None:
+    path = rewritten(saved["kimi_linear"], tmp_path, as_published)
+    assert_equal(load(path), load(saved["kimi_linear"]))
+
+
+def test_kimi_rows(saved: dict[str, Path]) -> None:
+    tensors, ours = load_file(saved["kimi_linear"] / "model.safetensors"), load(saved["kimi_linear"])
+    stem = "model.layers.0.self_attn"
+    parts = ours["layers.0.mixer.in_proj.weight"].split([48, 48, 48, 16, 16, 3])
+    for part, name in zip(parts, ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj"), strict=True):
+        assert torch.equal(part, tensors[f"{stem}.{name}.weight"]), name
+    for part, name in zip(ours["layers.0.mixer.conv.weight"].split(48), "qkv", strict=True):
+        assert torch.equal(part, tensors[f"{stem}.{name}_conv1d.weight"][:, 0])
+    assert torch.equal(ours["layers.0.mixer.dt_bias"][1], tensors[f"{stem}.dt_bias"][16:32])
 
 
 def test_norms_fold_one_plus_w_but_for_the_gated_one(saved: dict[str, Path], tmp_path: Path) -> None:

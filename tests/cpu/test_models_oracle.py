@@ -36,6 +36,19 @@ VARIANTS = {
     "qwen3_next biases": ("qwen3_next", {"attention_bias": True}),
     "qwen3_next sparse step": ("qwen3_next", {"mlp_only_layers": None, "decoder_sparse_step": 9}),
     "qwen3_5 tied, other pattern": ("qwen3_5", {"tie_word_embeddings": True, "full_attention_interval": 2}),
+    "kimi_linear queries from a latent": ("kimi_linear", {"q_lora_rank": 20}),
+    "kimi_linear other pattern and sizes": (
+        "kimi_linear",
+        {
+            "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 2,
+            "linear_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 20,
+        },
+    ),
+    "kimi_linear attention-free": ("kimi_linear", {"layer_types": ["linear_attention"] * 4}),
     "qwen3_5 whole rotation": (
         "qwen3_5",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 1.0}},
@@ -62,6 +75,25 @@ def make_variant(kind: str, changes: dict[str, Any]) -> oracles.Oracle:
 def test_logits_are_of_a_size_that_the_tolerance_can_judge(kind: str) -> None:
     logits = make_oracle(kind).full(sequence(30, seed=3))
     assert 0.5 < float(logits.std()) < 2.0
+
+
+def test_the_bounded_gate_of_kimi_delta() -> None:
+    """transformers has no class with it beside this block: the oracle's gate is replaced by math.md's formula (2.3)."""
+    oracle = make_variant("kimi_linear", {"layer_types": ["linear_attention"] * 4})
+    bound = -4.0
+    for layer in oracle.model.model.layers:
+        gate = layer.self_attn.forget_gate
+
+        def bounded(u: torch.Tensor, gate: Any = gate) -> torch.Tensor:
+            raw = (gate.f_b_proj(gate.f_a_proj(u)) + gate.dt_bias).unflatten(-1, (gate.num_heads, gate.head_dim))
+            return bound * torch.sigmoid(gate.A_log.exp() * raw)
+
+        gate.forward = bounded
+    config = dataclasses.replace(oracle.config, gate="bounded", gate_lower_bound=bound)
+    changed = dataclasses.replace(oracle, config=config)
+    for window in WINDOWS:
+        assert oracles.ragged_error(changed, window) < TOLERANCE
+    assert oracles.prefill_error(oracle, 5) > 20 * TOLERANCE, "the other gate is another model"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,6 +151,7 @@ SWITCHES = {
     "nemotron_h": {"norm_eps": 0.01, "dt_min": 0.5, "dt_max": 0.4, "rotary_dim": 4},
     "qwen3_next": {"norm_eps": 0.01, "rope_theta": 100.0, "rotary_dim": 2, "qk_norm": False},
     "qwen3_5": {"norm_eps": 0.01, "rope_theta": 100.0, "rotary_dim": 0, "qk_norm": False},
+    "kimi_linear": {"norm_eps": 0.01, "latent_norm_eps": 0.1, "gate": "bounded"},
 }
 
 

@@ -7,6 +7,7 @@ Expected errors: fp32 formulas 1e-6; bf16 results are the fp32 formula rounded o
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -68,9 +69,12 @@ def test_rms_norm_whole_grouped_and_shared() -> None:
     for got, want in cases:
         torch.testing.assert_close(got, want.float(), atol=1e-6, rtol=1e-6)
     gate = torch.randn(6, 24)
-    got = ops.rms_norm_gated(x, gate, "shared", 0.1, group_size=8)
-    want = cases[2][1] * gate.double() * torch.sigmoid(gate.double())
-    torch.testing.assert_close(got, want.float(), atol=1e-6, rtol=1e-6)
+    sigmoid = torch.sigmoid(gate.double())
+    for activation, factor in (("silu", gate.double() * sigmoid), ("sigmoid", sigmoid)):
+        got = ops.rms_norm_gated(x, gate, "shared", 0.1, group_size=8, activation=activation)
+        torch.testing.assert_close(got, (cases[2][1] * factor).float(), atol=1e-6, rtol=1e-6)
+    with pytest.raises(ReplayError, match="activation is 'tanh'; it must be one of silu, sigmoid"):
+        ops.rms_norm_gated(x, gate, "shared", 0.1, group_size=8, activation="tanh")
 
 
 def test_bfloat16_results_are_rounded_once() -> None:
@@ -174,6 +178,59 @@ def test_attention_phases_with_stale_entries_that_hold_nan() -> None:
     assert torch.isnan(state.kv[1][0][1]).all(), "no write to a slot that no row names"
 
 
+LATENT = dataclasses.replace(
+    CONFIG,
+    num_key_value_heads=4,
+    attention_bias=False,
+    latent_rank=6,
+    latent_shared_dim=2,
+    latent_value_dim=5,
+)
+
+
+def plain_latent_attention(
+    q: torch.Tensor, latent: torch.Tensor, shared: torch.Tensor, up: torch.Tensor
+) -> torch.Tensor:
+    """Keys and values of every head made in full. q [n, 4, 8], latent [n, 6], shared [n, 2], up [4, 6 + 5, 6]."""
+    out = torch.empty(len(q), 4, 5, dtype=torch.float64)
+    for head in range(4):
+        keys = torch.cat([latent.double() @ up[head, :6].double().T, shared.double()], dim=1)
+        values = latent.double() @ up[head, 6:].double().T
+        for t in range(len(q)):
+            scores = keys[: t + 1] @ q[t, head].double() * 0.3
+            out[t, head] = scores.softmax(0) @ values[: t + 1]
+    return out.flatten(1)
+
+
+def test_latent_attention_phases_with_stale_entries_that_hold_nan() -> None:
+    """As above: two sequences in one scan, a continued scan, a step with wrong drafts and a pad row, other tokens after
+    them. What is kept per token is the latent and the shared key, nothing per head."""
+    state = ModelState(LATENT, slots=3, max_positions=12, spec_len=4)
+    (cache,) = state.kv_storage[1]
+    cache.fill_(torch.nan)
+    up = torch.randn(4, 11, 6)
+    a, b = ((torch.randn(n, 4, 8), torch.randn(n, 6), torch.randn(n, 2)) for n in (11, 9))
+    want_a, want_b = plain_latent_attention(*a, up), plain_latent_attention(*b, up)
+
+    def run(batch: Batch, *parts: tuple[tuple[torch.Tensor, ...], slice]) -> torch.Tensor:
+        q, latent, shared = (torch.cat([x[i][span] for x, span in parts]) for i in range(3))
+        ops = TorchOps({"up": up.flatten(0, 1)}, state, batch)
+        return ops.latent_attention(1, q.flatten(1), latent, shared, kv_up="up", scale=0.3).double()
+
+    def check(got: torch.Tensor, want: torch.Tensor) -> None:
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+    packed = run(Batch.scan([2, 0], [5, 3]), (a, slice(0, 5)), (b, slice(0, 3)))
+    check(packed, torch.cat([want_a[:5], want_b[:3]]))
+    check(run(Batch.scan([0], [2], starts=[3]), (b, slice(3, 5))), want_b[3:5])
+    rows = run(Batch.step([-1, 0], [4, 5], 2), (a, slice(0, 2)), (a, slice(7, 9)))
+    assert torch.equal(rows[:2], torch.zeros(2, 20, dtype=torch.float64)), "pad row"
+    rows = run(Batch.step([0, 2], [5, 5], 3), (b, slice(5, 8)), (a, slice(5, 8)))
+    check(rows, torch.cat([want_b[5:8], want_a[5:8]]))
+    assert torch.equal(state.kv[1][0][2, 5, 0], torch.cat([a[1][5], a[2][5]]))
+    assert torch.isnan(state.kv[1][0][1]).all(), "no write to a slot that no row names"
+
+
 def test_batch_that_does_not_fit_the_state() -> None:
     for batch, message in (
         (Batch.scan([0], [13]), "position 12 is over the limit: max_positions is 12"),
@@ -223,10 +280,15 @@ class ShapeOps(Ops["tuple[int, ...]"]):
 
     def rms_norm(self, x: Any, weight: str, eps: float, *, group_size: int | None = None) -> Any:
         (size,) = self.use(weight)
-        assert size in (x[1], group_size) and x[1] % (group_size or x[1]) == 0 and eps == self.config.norm_eps
+        assert size in (x[1], group_size) and x[1] % (group_size or x[1]) == 0
+        latent = weight.endswith(("kv_norm.weight", "mixer.q_norm.weight")) and self.config.latent_rank
+        assert eps == (self.config.latent_norm_eps if latent else self.config.norm_eps)
         return x
 
-    def rms_norm_gated(self, x: Any, gate: Any, weight: str, eps: float, *, group_size: int) -> Any:
+    def rms_norm_gated(
+        self, x: Any, gate: Any, weight: str, eps: float, *, group_size: int, activation: str = "silu"
+    ) -> Any:
+        assert activation == ("sigmoid" if self.config.recurrent_kind == "kimi_delta" else "silu")
         return self.rms_norm(self.same(x, gate), weight, eps, group_size=group_size)
 
     def split(self, x: Any, sizes: Sequence[int]) -> Any:
@@ -261,9 +323,12 @@ class ShapeOps(Ops["tuple[int, ...]"]):
     def replay_gated_delta(
         self, layer: int, q: Any, k: Any, v: Any, a: Any, b: Any, *, a_log: str, dt_bias: str
     ) -> Any:
-        self.layers.append(("gated_delta", layer))
+        kind = self.config.recurrent_kind
+        self.layers.append((kind, layer))
         assert self.same(q, k)[1] == self.config.ssm_group_size
-        assert self.use(a_log) == self.use(dt_bias) == (self.same(a, b)[1],)
+        assert self.use(a_log) == (b[1],)
+        gates = (b[1], self.config.ssm_state_size) if kind == "kimi_delta" else (b[1],)
+        assert self.use(dt_bias) == gates and a[1] == math.prod(gates)
         return v
 
     def attention(self, layer: int, q: Any, k: Any, v: Any, *, scale: float) -> Any:
@@ -271,6 +336,15 @@ class ShapeOps(Ops["tuple[int, ...]"]):
         self.same(k, v)
         assert scale == self.config.head_dim**-0.5
         return q
+
+    def latent_attention(self, layer: int, q: Any, latent: Any, shared: Any, *, kv_up: str, scale: float) -> Any:
+        self.layers.append(("attention", layer))
+        config = self.config
+        heads, value = config.num_attention_heads, config.latent_value_dim
+        assert (q[1], latent[1], shared[1]) == (heads * config.head_dim, config.latent_rank, config.latent_shared_dim)
+        assert self.use(kv_up) == (heads * (config.head_dim - config.latent_shared_dim + value), config.latent_rank)
+        assert scale == config.head_dim**-0.5
+        return (q[0], heads * value)
 
     def select_last(self, x: Any) -> Any:
         return (2, x[1])

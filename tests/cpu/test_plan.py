@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 import pytest
-from published_configs import NANO, QWEN_35B, SUPER
+from published_configs import KIMI_48B, NANO, QWEN_35B, SUPER
 
 from trtllm_replayssm.errors import ReplayError
 from trtllm_replayssm.layout import SlotLayout
@@ -412,8 +412,9 @@ def test_bad_input(words: list[str], message: str) -> None:
         (NANO, "nemotron-3-nano-4b", 3_973_556_832),
         (SUPER, "nemotron-3-super", 120_670_000_000),
         (QWEN_35B, "qwen3.5-35b", 34_660_000_000),
+        (KIMI_48B, "kimi-linear-48b", 49_120_000_000),
     ],
-    ids=["nano-4b", "super", "qwen-35b"],
+    ids=["nano-4b", "super", "qwen-35b", "kimi-48b"],
 )
 def test_config_files_give_the_presets(config: dict, key: str, params: int, tmp_path: Path) -> None:
     """A published config.json leads to the same shape as the preset, and to the published parameter count."""
@@ -437,12 +438,13 @@ def test_weight_files_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (plan["model"]["weights_bytes"], plan["model"]["weights_from"]) == (8000, "files")
 
 
-def test_converted_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [NANO, {**KIMI_48B, "num_experts": None}], ids=["nano-4b", "kimi, dense"])
+def test_converted_checkpoint(config: dict, tmp_path: Path) -> None:
     """The config.json that convert writes gives the same model as the published one that it came from."""
     from trtllm_replayssm.models.checkpoint import trtllm_config
     from trtllm_replayssm.models.hf import read_hf_config
 
-    (tmp_path / "config.json").write_text(json.dumps(NANO), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     before = shape_from_path(str(tmp_path))
     written = trtllm_config(read_hf_config(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(written), encoding="utf-8")

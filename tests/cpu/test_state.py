@@ -6,6 +6,7 @@ itself is compared bit for bit with window-1 decoding of the same inputs.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,14 @@ def test_sizes_and_options(kind: str) -> None:
         5, 2, "int8", "bfloat16", "bfloat16", True)  # fmt: skip
     assert set(state.recurrent) == set(state.conv) == set(config.recurrent_layers)
     assert set(state.kv) == set(config.attention_layers)
-    kv_shape = (3, 10, config.num_key_value_heads, config.head_dim)
-    for pair in state.kv.values():
-        assert all(cache.shape == kv_shape and cache.dtype == torch.bfloat16 for cache in pair)
+    latent = (3, 10, 1, 24 + 8)
+    kv_shape = latent if config.latent_rank else (3, 10, config.num_key_value_heads, config.head_dim)
+    for tensors in state.kv.values():
+        assert len(tensors) == (1 if config.latent_rank else 2)
+        assert all(cache.shape == kv_shape and cache.dtype == torch.bfloat16 for cache in tensors)
     recurrent = len(state.recurrent) * 3 * (SlotLayout(spec).slot_bytes + ConvLayout(state.conv_spec).slot_bytes)
-    kv_bytes = 2 * 2 * len(state.kv) * 4 * 10 * config.num_key_value_heads * config.head_dim
+    kept = 1 if config.latent_rank else 2
+    kv_bytes = 2 * kept * len(state.kv) * 4 * 10 * math.prod(kv_shape[2:])
     assert state.nbytes() == recurrent + kv_bytes, "KV has one spare row for pad writes"
 
 

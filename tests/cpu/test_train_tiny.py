@@ -23,11 +23,31 @@ from trtllm_replayssm.errors import ReplayError
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from tiny import blocks, checkpoint, corpus, nemotron_h, qwen3_5, scans, training  # noqa: E402
+from tiny import blocks, checkpoint, corpus, kimi_linear, nemotron_h, qwen3_5, scans, training  # noqa: E402
 
 train_tiny = importlib.import_module("train_tiny")
 
 SMALL: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        **kimi_linear.CONFIG,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "intermediate_size": 48,
+        "first_k_dense_replace": 2,
+    },
     "nemotron_h": {
         **nemotron_h.CONFIG,
         "hidden_size": 32,
@@ -109,6 +129,18 @@ def test_mamba2_chunked_is_the_recurrence(tokens: int, chunk: int, decay: float)
 def test_gated_delta_chunked_is_the_recurrence(tokens: int, chunk: int, decay: float, same_key: bool) -> None:
     inputs = delta_inputs(tokens, decay, same_key)
     assert_same_function(scans.gated_delta_chunked(*inputs, chunk), scans.gated_delta_sequential(*inputs), inputs)
+
+
+@pytest.mark.parametrize(("tokens", "chunk", "block"), [(1, 8, 8), (8, 8, 4), (37, 8, 2), (130, 64, 8)])
+@pytest.mark.parametrize("decay", [0.0, 1.0, 200.0], ids=["none", "usual", "strong"])
+@pytest.mark.parametrize("same_key", [False, True])
+def test_kimi_delta_chunked_is_the_recurrence(
+    tokens: int, chunk: int, block: int, decay: float, same_key: bool
+) -> None:
+    inputs = delta_inputs(tokens, decay, same_key)
+    inputs[3] = (-decay * random_leaf(2, tokens, 3, 16, seed=3).detach().abs()).requires_grad_()
+    got = scans.kimi_delta_chunked(*inputs, chunk, block)
+    assert_same_function(got, scans.gated_delta_sequential(*inputs), inputs)
 
 
 def test_scan_comparison_has_teeth() -> None:
@@ -276,7 +308,7 @@ def test_command_writes_a_checkpoint(
         "| optimiser steps | 3 |",
         "| bytes trained on | 768 (",
         "held-out bits per byte, all of it",
-        f"--arch {arch}",
+        f"--arch {arch} --steps 3 --seed 0 --batch-tokens 256 --context 64 --out",
     ):
         assert part in page
     assert "held-out bits per byte" in shown.out and "step 3" in shown.err

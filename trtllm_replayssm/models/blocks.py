@@ -38,6 +38,37 @@ def gated_delta(ops: Ops[TensorT], config: HybridConfig, name: str, layer: int, 
     return ops.linear(o, f"{name}.out_proj.weight")
 
 
+def kimi_delta(ops: Ops[TensorT], config: HybridConfig, name: str, layer: int, u: TensorT) -> TensorT:
+    """Kimi Delta Attention: decay gates and output gate come through projections of head size; norm, then gate."""
+    inner, group, heads, rank = config.ssm_inner_size, config.ssm_group_size, config.ssm_heads, config.ssm_head_dim
+    projected = ops.linear(u, f"{name}.in_proj.weight")
+    qkv, f, z, b = ops.split(projected, [config.conv_channels, rank, rank, heads])
+    qkv = ops.causal_conv(layer, qkv, f"{name}.conv.weight")
+    q, k, v = ops.split(qkv, [group, group, inner])
+    a = ops.linear(f, f"{name}.f_proj.weight")
+    o = ops.replay_gated_delta(layer, q, k, v, a, b, a_log=f"{name}.A_log", dt_bias=f"{name}.dt_bias")
+    z = ops.linear(z, f"{name}.g_proj.weight")
+    o = ops.rms_norm_gated(
+        o, z, f"{name}.norm.weight", config.norm_eps, group_size=config.ssm_head_dim, activation="sigmoid"
+    )
+    return ops.linear(o, f"{name}.out_proj.weight")
+
+
+def latent_attention(ops: Ops[TensorT], config: HybridConfig, name: str, layer: int, u: TensorT) -> TensorT:
+    """Multi-head latent attention (MLA) without positions."""
+    q = u
+    if config.latent_q_rank:
+        q = ops.linear(u, f"{name}.q_down_proj.weight")
+        q = ops.rms_norm(q, f"{name}.q_norm.weight", config.latent_norm_eps)
+    q = ops.linear(q, f"{name}.q_proj.weight")
+    projected = ops.linear(u, f"{name}.kv_down_proj.weight")
+    latent, shared = ops.split(projected, [config.latent_rank, config.latent_shared_dim])
+    latent = ops.rms_norm(latent, f"{name}.kv_norm.weight", config.latent_norm_eps)
+    scale = config.head_dim**-0.5
+    y = ops.latent_attention(layer, q, latent, shared, kv_up=f"{name}.kv_up_proj.weight", scale=scale)
+    return ops.linear(y, f"{name}.o_proj.weight")
+
+
 def attention(ops: Ops[TensorT], config: HybridConfig, name: str, layer: int, u: TensorT) -> TensorT:
     """Grouped-query attention; optional norm of q and k, partial rotation and output gate, as the config says."""
     q_size = config.num_attention_heads * config.head_dim

@@ -1,9 +1,10 @@
 """Checkpoint directories: config.json in TensorRT-LLM's checkpoint form plus rank0.safetensors, and what text needs.
 
 config.json carries two descriptions. The top level is what TensorRT-LLM's builder and C++ runtime read: one of the two
-``architecture`` strings that switch its state pools on, and ``layer_types`` with one entry per stateful layer (an MLP
-belongs to the mixer before it). The object ``replayssm`` is ours: format_version, the default window, and the
-HybridConfig.
+``architecture`` strings that switch its state pools on, ``layer_types`` with one entry per stateful layer (an MLP
+belongs to the mixer before it), and a ``state_size`` and ``conv_kernel`` enlarged so that its pools hold our slots
+(trtllm/budget.py). The object ``replayssm`` is ours: format_version, the default window, and the HybridConfig with the
+true dimensions.
 
 Dtypes: matrices, convolutions and their biases have the checkpoint's dtype; norm weights (with Qwen's 1 + w folded in),
 A_log, D and dt_bias stay fp32 whatever that is.
@@ -16,13 +17,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ReplayError, require
 from ..pool import torch_dtype
 from ..spec import ACT_DTYPES, require_choice
+from ..trtllm import budget
 from .config import ATTENTION, MODEL_DTYPES, HybridConfig
 from .decoder import keeps_float32, weight_shapes
 from .fields import read_json
@@ -51,6 +53,7 @@ Progress = Callable[[int, int, str], None]
 
 def trtllm_config(config: HybridConfig, window: int = DEFAULT_WINDOW) -> dict[str, Any]:
     """The config.json of a checkpoint of ``config``, whose ``dtype`` is that of the stored matrices."""
+    pools = budget.needed(config, window)
     attention = bool(config.attention_layers)
     heads = config.num_attention_heads if attention else 1
     return {
@@ -71,8 +74,8 @@ def trtllm_config(config: HybridConfig, window: int = DEFAULT_WINDOW) -> dict[st
         "position_embedding_type": "rope_gpt_neox" if config.rotary_dim else "learned_absolute",
         "rotary_base": config.rope_theta,
         "rotary_pct": config.rotary_dim / config.head_dim if config.rotary_dim else 0.0,
-        "state_size": config.ssm_state_size,
-        "conv_kernel": config.conv_kernel,
+        "state_size": pools.state_size,
+        "conv_kernel": pools.conv_kernel,
         "rnn_hidden_size": config.ssm_inner_size,
         "rnn_head_size": config.ssm_head_dim,
         "rnn_conv_dim_size": config.conv_channels,
@@ -175,14 +178,14 @@ def _make_parents(path: Path) -> list[Path]:
     return missing[::-1]
 
 
-def _stored_dtypes(config: HybridConfig) -> dict[str, str]:
+def stored_dtypes(config: HybridConfig) -> dict[str, str]:
     """dtype of every stored weight, fp32 ones first so that each tensor starts at a multiple of its element size."""
     names = sorted(weight_shapes(config), key=lambda name: not keeps_float32(name))
     return {name: "float32" if keeps_float32(name) else config.dtype for name in names}
 
 
 def _write_weights(path: Path, config: HybridConfig, weights: HFWeights, progress: Progress | None) -> int:
-    shapes, dtypes = weight_shapes(config), _stored_dtypes(config)
+    shapes, dtypes = weight_shapes(config), stored_dtypes(config)
 
     def made() -> Iterator[tuple[str, torch.Tensor]]:
         for done, (name, dtype) in enumerate(dtypes.items()):
@@ -199,8 +202,18 @@ def read_checkpoint_config(directory: str | Path) -> HybridConfig:
     """The HybridConfig of a checkpoint directory; its ``dtype`` is that of the stored matrices.
 
     Raises:
+        ReplayError: as :func:`read_checkpoint`.
+    """
+    return read_checkpoint(directory)[0]
+
+
+def read_checkpoint(directory: str | Path) -> tuple[HybridConfig, int]:
+    """HybridConfig and default window of a checkpoint directory.
+
+    Raises:
         ReplayError: no checkpoint directory of this package, another format version, or top-level values that differ
-            from what the ``replayssm`` object implies.
+            from what the ``replayssm`` object implies. ``state_size`` and ``conv_kernel`` may be any not below the
+            model's own: how much room TensorRT-LLM's pools need is checked when an engine is built.
     """
     path = Path(directory)
     file = path / CONFIG_FILE
@@ -212,17 +225,40 @@ def read_checkpoint_config(directory: str | Path) -> HybridConfig:
         raise ReplayError(
             f"{file} has no replayssm object; make a checkpoint directory with `trtllm-replayssm convert`"
         )
-    ours = dict(ours)
+    config, window = read_replayssm(ours, str(file))
+    least = {"state_size": config.ssm_state_size, "conv_kernel": config.conv_kernel}
+    for key, value in trtllm_config(config, window).items():
+        have = data.get(key)
+        if key in least:
+            whole = isinstance(have, int) and not isinstance(have, bool) and have >= least[key]
+            require(whole, f"{file}: {key} is {have!r}; it must be a whole number, {least[key]} or more")
+        else:
+            require(have == value, f"{file}: {key} is {have!r}; the replayssm object implies {value!r}")
+    return config, window
+
+
+def read_replayssm(data: Mapping[str, Any], where: str) -> tuple[HybridConfig, int]:
+    """HybridConfig and window of a ``replayssm`` object; ``where`` starts the messages.
+
+    Raises:
+        ReplayError: another format version, fields missing, unknown or out of range.
+    """
+    ours = dict(data)
     version, window = ours.pop("format_version", None), ours.pop("window", DEFAULT_WINDOW)
-    require(version == FORMAT_VERSION, f"{file}: format_version is {version!r}; this version reads {FORMAT_VERSION}")
+    require(version == FORMAT_VERSION, f"{where}: format_version is {version!r}; this version reads {FORMAT_VERSION}")
     try:
         config = HybridConfig.from_dict(ours)
         config.recurrence_spec(window=window)
     except ReplayError as error:
-        raise ReplayError(f"{file}: replayssm: {error}") from None
-    for key, value in trtllm_config(config, window).items():
-        require(data.get(key) == value, f"{file}: {key} is {data.get(key)!r}; the replayssm object implies {value!r}")
-    return config
+        raise ReplayError(f"{where}: replayssm: {error}") from None
+    return config, window
+
+
+def require_same_names(file: Path, expected: Iterable[str], found: Iterable[str]) -> None:
+    """Raise ReplayError unless ``file`` holds exactly the weights ``expected``."""
+    missing, surplus = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    require(not missing, f"{file}: weight {', '.join(missing[:5])} is missing")
+    require(not surplus, f"{file}: weight {', '.join(surplus[:5])} is not one that the config has")
 
 
 def load_checkpoint(
@@ -249,10 +285,8 @@ def load_checkpoint(
     file = path / WEIGHTS_FILE
     require(os.path.isfile(file), f"{path} has no {WEIGHTS_FILE}")
     files = WeightFiles([file])
-    shapes, stored = weight_shapes(config), _stored_dtypes(config)
-    missing, surplus = sorted(set(shapes) - set(files.names)), sorted(set(files.names) - set(shapes))
-    require(not missing, f"{file}: weight {', '.join(missing[:5])} is missing")
-    require(not surplus, f"{file}: weight {', '.join(surplus[:5])} is not one that the config has")
+    shapes, stored = weight_shapes(config), stored_dtypes(config)
+    require_same_names(file, shapes, files.names)
     weights = {}
     for name, shape in shapes.items():
         got = files.shape(name)

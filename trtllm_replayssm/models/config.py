@@ -5,9 +5,9 @@ builds from it, runtime/state.py sizes memory by it, checkpoints carry it as JSO
 runs on Python 3.9, since engine builds do.
 
 A model is a list of layers, each one mixer with its own pre-norm and residual: ``x + mixer(norm(x))``. Mixers that
-keep memory between steps (``mamba2``, ``gated_delta``, ``attention``) are the *stateful* layers; the ``layer`` argument
-of the stateful operations, the keys of a ModelState and the ``{i}`` of TensorRT-LLM's ``rnn_state_ptr_{i}`` all count
-those alone. Weight names (``layers.{i}.…``) count every layer.
+keep memory between steps (``mamba2``, ``gated_delta``, ``kimi_delta``, ``attention``) are the *stateful* layers; the
+``layer`` argument of the stateful operations, the keys of a ModelState and the ``{i}`` of TensorRT-LLM's
+``rnn_state_ptr_{i}`` all count those alone. Weight names (``layers.{i}.…``) count every layer.
 """
 
 from __future__ import annotations
@@ -18,17 +18,26 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..errors import ReplayError, require
-from ..spec import GATED_DELTA, MAMBA2, ConvSpec, RecurrenceSpec, require_bool, require_choice, require_int
+from ..spec import (
+    GATED_DELTA,
+    KIMI_DELTA,
+    MAMBA2,
+    ConvSpec,
+    RecurrenceSpec,
+    require_bool,
+    require_choice,
+    require_int,
+)
 
 ATTENTION = "attention"
 MLP = "mlp"
 #: Mixture of experts: read_hf_config(..., allow_moe=True) reports such layers for planning; no decoder runs them.
 MOE = "moe"
-LAYER_KINDS = (MAMBA2, GATED_DELTA, ATTENTION, MLP, MOE)
-RECURRENT_KINDS = (MAMBA2, GATED_DELTA)
+LAYER_KINDS = (MAMBA2, GATED_DELTA, KIMI_DELTA, ATTENTION, MLP, MOE)
+RECURRENT_KINDS = (MAMBA2, GATED_DELTA, KIMI_DELTA)
 STATEFUL_KINDS = (*RECURRENT_KINDS, ATTENTION)
 
-FAMILIES = ("nemotron_h", "qwen3_next", "qwen3_5")
+FAMILIES = ("nemotron_h", "qwen3_next", "qwen3_5", "kimi_linear")
 MLP_KINDS = ("relu2", "swiglu")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 _SIZE_LIMIT = 1 << 24
@@ -40,7 +49,7 @@ class HybridConfig:
     """A hybrid decoder.
 
     Attributes:
-        family: ``nemotron_h``, ``qwen3_next`` or ``qwen3_5``: where the weights' published names come from.
+        family: of FAMILIES: where the weights' published names come from.
         vocab_size, hidden_size: rows and columns of the embedding.
         layers: mixer kind of every layer, of LAYER_KINDS; one recurrent kind per model.
         dtype: the dtype that the weights were published in (a checkpoint made from them may have another).
@@ -49,9 +58,15 @@ class HybridConfig:
         attention_gate: multiply attention's output by the sigmoid of a gate that the query projection also emits.
         qk_norm: RMS-normalise every query and key head before the rotation.
         rotary_dim, rope_theta: leading channels of a head that are rotated (0: no positional encoding) and the base.
-        ssm_heads, ssm_groups, ssm_head_dim, ssm_state_size: H, G, P, N (Mamba-2) or HV, HK, V, K (Gated DeltaNet).
+        latent_rank: 0, or the size of the normed latent vector from which every head's keys and values are made
+            (multi-head latent attention, MLA). Then a head's query and key have head_dim channels, of which the last
+            latent_shared_dim are one key that all heads share, and its value has latent_value_dim.
+        latent_q_rank: 0, or the size of the normed vector from which the queries are made.
+        latent_norm_eps: of the norms of these two vectors.
+        ssm_heads, ssm_groups, ssm_head_dim, ssm_state_size: H, G, P, N (Mamba-2) or HV, HK, V, K (GDN, KDA).
         conv_kernel, conv_bias: the short convolution in front of the recurrence.
         dt_min, dt_max: limits of Mamba-2's dt after softplus. The published models have none (0, infinity).
+        gate, gate_lower_bound: form of KDA's gate, as in RecurrenceSpec.
         state_dtype: dtype in which the publisher keeps the recurrent state.
         norm_eps: of every normalisation. tie_embeddings: the output projection is the embedding.
         attention_bias, mlp_bias, mixer_bias: whether those projections have biases.
@@ -76,6 +91,11 @@ class HybridConfig:
     qk_norm: bool = False
     rotary_dim: int = 0
     rope_theta: float = 10000.0
+    latent_rank: int = 0
+    latent_shared_dim: int = 0
+    latent_value_dim: int = 0
+    latent_q_rank: int = 0
+    latent_norm_eps: float = 1e-6
     ssm_heads: int = 0
     ssm_groups: int = 0
     ssm_head_dim: int = 0
@@ -84,6 +104,8 @@ class HybridConfig:
     conv_bias: bool = False
     dt_min: float = 0.0
     dt_max: float = math.inf
+    gate: str = "softplus"
+    gate_lower_bound: float = -5.0
     state_dtype: str = "float32"
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
@@ -108,7 +130,7 @@ class HybridConfig:
         require(len(self.layers) > 0, "layers is empty; a model has at least one layer")
         for i, kind in enumerate(self.layers):
             require_choice(f"layers[{i}]", kind, LAYER_KINDS)
-        for name in ("norm_eps", "rope_theta"):
+        for name in ("norm_eps", "rope_theta", "latent_norm_eps"):
             value = getattr(self, name)
             ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
             require(ok, f"{name} is {value!r}; it must be a positive number")
@@ -131,6 +153,27 @@ class HybridConfig:
         )
         require_int("rotary_dim", self.rotary_dim, 0, self.head_dim, " (head_dim)")
         require(self.rotary_dim % 2 == 0, f"rotary_dim is {self.rotary_dim}; it must be even")
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        require_int("latent_rank", self.latent_rank, 0, _SIZE_LIMIT, " (0: keys and values of their own per head)")
+        sizes = ("latent_shared_dim", "latent_value_dim", "latent_q_rank")
+        if not self.latent_rank:
+            for name in sizes:
+                value = getattr(self, name)
+                require(value == 0, f"{name} is {value!r} with latent_rank 0; it applies to latent attention only")
+            return
+        require_int("latent_shared_dim", self.latent_shared_dim, 1, self.head_dim - 1, " (less than head_dim)")
+        require_int("latent_value_dim", self.latent_value_dim, 1, 4096)
+        require_int("latent_q_rank", self.latent_q_rank, 0, _SIZE_LIMIT, " (0: queries straight from the input)")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        require(
+            heads == kv_heads,
+            f"num_key_value_heads is {kv_heads}; with latent_rank it must be num_attention_heads, which is {heads}",
+        )
+        for name in ("rotary_dim", "attention_gate", "qk_norm", "attention_bias"):
+            value = getattr(self, name)
+            require(not value, f"{name} is {value!r} with latent_rank {self.latent_rank}; latent attention has none")
 
     def _check_recurrence(self) -> None:
         kinds = sorted(set(self.layers) & set(RECURRENT_KINDS))
@@ -156,8 +199,8 @@ class HybridConfig:
 
     @property
     def recurrent_kind(self) -> str:
-        """``mamba2`` or ``gated_delta``."""
-        return MAMBA2 if MAMBA2 in self.layers else GATED_DELTA
+        """``mamba2``, ``gated_delta`` or ``kimi_delta``."""
+        return next(kind for kind in RECURRENT_KINDS if kind in self.layers)
 
     @property
     def stateful_layers(self) -> tuple[str, ...]:
@@ -200,9 +243,9 @@ class HybridConfig:
         stagger: bool = True,
     ) -> RecurrenceSpec:
         """The RecurrenceSpec of every recurrent layer; ``state_dtype``, ``act_dtype`` default to the config's own."""
-        limits: dict[str, Any] = {}
+        formula: dict[str, Any] = {"gate": self.gate, "gate_lower_bound": self.gate_lower_bound}
         if self.recurrent_kind == MAMBA2:
-            limits = {"dt_min": self.dt_min, "dt_max": self.dt_max}
+            formula |= {"dt_min": self.dt_min, "dt_max": self.dt_max}
         return RecurrenceSpec(
             kind=self.recurrent_kind,
             nheads=self.ssm_heads,
@@ -215,7 +258,7 @@ class HybridConfig:
             spec_len=spec_len,
             read_copy=read_copy,
             stagger=stagger,
-            **limits,
+            **formula,
         )
 
     def conv_spec(self, *, spec_len: int = 1, act_dtype: str | None = None) -> ConvSpec:

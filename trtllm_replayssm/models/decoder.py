@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..errors import ReplayError
 from ..ops.base import Ops, TensorT
-from ..spec import GATED_DELTA, MAMBA2
+from ..spec import GATED_DELTA, KIMI_DELTA, MAMBA2
 from . import blocks
 from .config import ATTENTION, MLP, MOE, STATEFUL_KINDS, HybridConfig
 
@@ -57,8 +57,11 @@ class HybridDecoder:
             return blocks.mamba2(ops, self.config, name, layer, u)
         if kind == GATED_DELTA:
             return blocks.gated_delta(ops, self.config, name, layer, u)
+        if kind == KIMI_DELTA:
+            return blocks.kimi_delta(ops, self.config, name, layer, u)
         if kind == ATTENTION:
-            return blocks.attention(ops, self.config, name, layer, u)
+            attend = blocks.latent_attention if self.config.latent_rank else blocks.attention
+            return attend(ops, self.config, name, layer, u)
         assert kind == MLP, kind
         return blocks.mlp(ops, self.config, name, u)
 
@@ -84,7 +87,7 @@ def weight_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
 def keeps_float32(name: str) -> bool:
     """Whether a weight stays fp32 in checkpoints of any dtype.
 
-    Those are the norm weights and the per-head A_log, D and dt_bias: small, and used in fp32 arithmetic.
+    Those are the norm weights and the A_log, D and dt_bias of the heads: small, and used in fp32 arithmetic.
     """
     return name.endswith(("norm.weight", ".A_log", ".D", ".dt_bias"))
 
@@ -116,7 +119,33 @@ def _gated_delta_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
     return _recurrent_shapes(config, config.ssm_head_dim, in_rows)
 
 
+def _kimi_delta_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
+    rank, heads = config.ssm_head_dim, config.ssm_heads
+    shapes = _recurrent_shapes(config, rank, config.conv_channels + 2 * rank + heads)
+    shapes["dt_bias"] = (heads, config.ssm_state_size)
+    gates = {"f_proj.weight": heads * config.ssm_state_size, "g_proj.weight": config.ssm_inner_size}
+    return {**shapes, **{name: (rows, rank) for name, rows in gates.items()}}
+
+
+def _latent_attention_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.latent_rank
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.latent_q_rank:
+        shapes = {"q_down_proj.weight": (config.latent_q_rank, hidden), "q_norm.weight": (config.latent_q_rank,)}
+    up_rows = heads * (config.head_dim - config.latent_shared_dim + config.latent_value_dim)
+    return {
+        **shapes,
+        "q_proj.weight": (heads * config.head_dim, config.latent_q_rank or hidden),
+        "kv_down_proj.weight": (rank + config.latent_shared_dim, hidden),
+        "kv_norm.weight": (rank,),
+        "kv_up_proj.weight": (up_rows, rank),
+        "o_proj.weight": (hidden, heads * config.latent_value_dim),
+    }
+
+
 def _attention_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
+    if config.latent_rank:
+        return _latent_attention_shapes(config)
     q_size = config.num_attention_heads * config.head_dim
     rows = q_size * (2 if config.attention_gate else 1) + 2 * config.num_key_value_heads * config.head_dim
     shapes = _projection("qkv_proj", rows, config.hidden_size, config.attention_bias)
@@ -134,6 +163,7 @@ def _mlp_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
 _MIXER_SHAPES = {
     MAMBA2: _mamba2_shapes,
     GATED_DELTA: _gated_delta_shapes,
+    KIMI_DELTA: _kimi_delta_shapes,
     ATTENTION: _attention_shapes,
     MLP: _mlp_shapes,
 }

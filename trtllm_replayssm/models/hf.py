@@ -1,8 +1,8 @@
 """Published (Hugging Face format) checkpoints: config.json in every published form, tensors under every published name.
 
-A checkpoint is a directory with config.json and safetensors files. Its family decides how the config is read
-(nemotron_h.py, qwen.py) and which tensors each weight is made of; the rest is here: finding the family, taking off name
-prefixes, and checking that every tensor is there, is expected and has the shape that the config implies.
+A checkpoint is a directory with config.json and safetensors files. Its family decides how the config is read and which
+tensors each weight is made of (nemotron_h.py, qwen.py, kimi_linear.py); the rest is here: finding the family, taking
+off name prefixes, and checking that every tensor is there, is expected and has the shape that the config implies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ReplayError, require
-from . import nemotron_h, qwen
+from . import kimi_linear, nemotron_h, qwen
 from .config import MODEL_DTYPES, MOE, HybridConfig
 from .decoder import EMBEDDING, HybridDecoder
 from .fields import Fields, read_json
@@ -34,16 +34,25 @@ MODEL_TYPES = {
     "qwen3_5_text": ("qwen3_5", False),
     "qwen3_5_moe": ("qwen3_5", True),
     "qwen3_5_moe_text": ("qwen3_5", True),
+    "kimi_linear": ("kimi_linear", False),
 }
 #: Prefixes in front of the names that the recipes use, longest first.
 _PREFIXES = {
     "nemotron_h": ("backbone.", "model."),
     "qwen3_next": ("model.",),
+    "kimi_linear": ("model.",),
     "qwen3_5": ("model.language_model.", "language_model.model.", "language_model.", "model."),
 }
 #: Parts of published checkpoints that text decoding does not use: draft heads, vision towers, rotation tables.
 _SKIPPED_PREFIXES = ("mtp.", "model.mtp.", "backbone.mtp.", "model.visual.", "visual.")
 _SKIPPED_SUFFIX = "rotary_emb.inv_freq"
+#: family -> the recipes of its weights.
+_RECIPES = {
+    "nemotron_h": nemotron_h.recipes,
+    "qwen3_next": qwen.recipes,
+    "qwen3_5": qwen.recipes,
+    "kimi_linear": kimi_linear.recipes,
+}
 _LISTED = 5
 #: exp of it is still finite in fp32 (the limit is 88.7).
 MAX_A_LOG = 88.0
@@ -79,6 +88,8 @@ def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridC
     tied = (outer if "tie_word_embeddings" in outer.data else inner).boolean("tie_word_embeddings", False)
     if family == "nemotron_h":
         config = nemotron_h.read_config(inner, tied)
+    elif family == "kimi_linear":
+        config = kimi_linear.read_config(inner, tied)
     else:
         config = qwen.read_config(inner, tied, family, moe)
     if MOE in config.layers and not allow_moe:
@@ -138,10 +149,10 @@ class HFWeights:
     """
 
     def __init__(self, directory: str | Path, config: HybridConfig) -> None:
-        family = nemotron_h if HybridDecoder(config).config.family == "nemotron_h" else qwen
+        family = _RECIPES[HybridDecoder(config).config.family]
         self._files = WeightFiles.in_directory(Path(directory))
         self._raw, self.skipped = _canonical_names(self._files.names, config.family)
-        self.recipes = {recipe.target: self._chosen(recipe) for recipe in family.recipes(config)}
+        self.recipes = {recipe.target: self._chosen(recipe) for recipe in family(config)}
         if config.tie_embeddings and "lm_head.weight" in self._raw:
             self._check_tied()
         self._check_names()
@@ -205,7 +216,8 @@ class HFWeights:
         for source in self._sources():
             raw = self._raw[source.name]
             got = self._files.shape(raw)
-            require(got == source.shape, f"tensor {raw} has shape {list(got)}; the config implies {list(source.shape)}")
+            fits = got == source.shape or got in source.also
+            require(fits, f"tensor {raw} has shape {list(got)}; the config implies {list(source.shape)}")
         require_readable({raw: self._files.dtype(raw) for raw in (self._raw[s.name] for s in self._sources())})
 
 

@@ -18,10 +18,11 @@ Tensors = list["torch.Tensor"]
 
 @dataclass(frozen=True)
 class Source:
-    """One published tensor: canonical name and the shape that the config implies."""
+    """One published tensor: canonical name and the shape that the config implies, or one of the shapes ``also``."""
 
     name: str
     shape: tuple[int, ...]
+    also: tuple[tuple[int, ...], ...] = ()
 
 
 def only(tensors: Tensors) -> torch.Tensor:

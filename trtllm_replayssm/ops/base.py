@@ -41,8 +41,10 @@ class Ops(ABC, Generic[TensorT]):
         """
 
     @abstractmethod
-    def rms_norm_gated(self, x: TensorT, gate: TensorT, weight: str, eps: float, *, group_size: int) -> TensorT:
-        """rms_norm(x) * silu(gate), rounded once. x, gate [n, F]."""
+    def rms_norm_gated(
+        self, x: TensorT, gate: TensorT, weight: str, eps: float, *, group_size: int, activation: str = "silu"
+    ) -> TensorT:
+        """rms_norm(x) * silu(gate), rounded once; sigmoid(gate) with ``activation`` "sigmoid". x, gate [n, F]."""
 
     @abstractmethod
     def split(self, x: TensorT, sizes: Sequence[int]) -> list[TensorT]:
@@ -98,8 +100,10 @@ class Ops(ABC, Generic[TensorT]):
     def replay_gated_delta(
         self, layer: int, q: TensorT, k: TensorT, v: TensorT, a: TensorT, b: TensorT, *, a_log: str, dt_bias: str
     ) -> TensorT:
-        """Gated DeltaNet with ReplaySSM memory. q, k [n, HK*K] before normalisation, v [n, HV*V], a, b [n, HV] raw.
+        """GDN or KDA with ReplaySSM memory. q, k [n, HK*K] before normalisation, v [n, HV*V], b [n, HV] raw.
 
+        Gated DeltaNet: a [n, HV] raw, dt_bias [HV]. Kimi Delta Attention: a [n, HV*K] raw, dt_bias [HV, K], and the
+        form of the gate as in the layer's RecurrenceSpec. A_log is [HV] in both.
         Includes q, k normalisation, q's scale K^-0.5, the gate and beta = sigmoid(b): o [n, HV*V].
         """
 
@@ -108,6 +112,17 @@ class Ops(ABC, Generic[TensorT]):
         """Causal attention over the sequence so far, softmax in fp32; k, v of the batch's tokens are kept per slot.
 
         q [n, heads * head_dim], k, v [n, kv_heads * head_dim]: [n, heads * head_dim].
+        """
+
+    @abstractmethod
+    def latent_attention(
+        self, layer: int, q: TensorT, latent: TensorT, shared: TensorT, *, kv_up: str, scale: float
+    ) -> TensorT:
+        """Causal attention whose keys and values are made of one latent vector per token (MLA), without positions.
+
+        q [n, heads * (D + S)], latent [n, R], shared [n, S]; weight ``kv_up`` [heads * (D + V), R] holds D rows U and V
+        rows W per head. A head's key of a token is [U latent | shared], its value W latent: [n, heads * V].
+        Softmax in fp32; ``latent`` and ``shared`` of the batch's tokens are kept per slot, keys and values are not.
         """
 
     @abstractmethod

@@ -11,6 +11,7 @@ from torch.nn import functional
 from ..errors import ReplayError, require
 from ..pool import torch_dtype
 from ..runtime.state import SCAN, Batch, ModelState
+from ..spec import KIMI_DELTA, require_choice
 from . import torch_attention
 from .base import Ops
 
@@ -60,10 +61,18 @@ class TorchOps(Ops[torch.Tensor]):
         return self._normalised(x, weight, eps, group_size or x.shape[-1]).to(self._act)
 
     def rms_norm_gated(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: str, eps: float, *, group_size: int
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: str,
+        eps: float,
+        *,
+        group_size: int,
+        activation: str = "silu",
     ) -> torch.Tensor:
-        normalised = self._normalised(x, weight, eps, group_size)
-        return (normalised * functional.silu(gate.to(self._compute))).to(self._act)
+        require_choice("activation", activation, ("silu", "sigmoid"))
+        normalised, gate = self._normalised(x, weight, eps, group_size), gate.to(self._compute)
+        return (normalised * (functional.silu(gate) if activation == "silu" else gate.sigmoid())).to(self._act)
 
     def _normalised(self, x: torch.Tensor, weight: str, eps: float, group_size: int) -> torch.Tensor:
         """rms_norm before rounding."""
@@ -146,7 +155,8 @@ class TorchOps(Ops[torch.Tensor]):
     ) -> torch.Tensor:
         spec = self.state.spec
         key, value = (spec.ngroups, spec.dstate), (spec.nheads, spec.headdim)
-        args = (self._heads(q, *key), self._heads(k, *key), self._heads(v, *value), self._heads(a), self._heads(b))
+        gates = self._heads(a, spec.nheads, spec.dstate) if spec.kind == KIMI_DELTA else self._heads(a)
+        args = (self._heads(q, *key), self._heads(k, *key), self._heads(v, *value), gates, self._heads(b))
         return self._replay("gated_delta", layer, (*args, self.weight(a_log), self.weight(dt_bias)))
 
     def _replay(self, name: str, layer: int, args: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
@@ -160,14 +170,36 @@ class TorchOps(Ops[torch.Tensor]):
         return self._flat(run(pool, batch.slots, *args, **options))
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-        config, batch, cache = self.state.config, self.batch, self.state.kv_storage[layer]
+        config = self.state.config
         q = self._heads(q, config.num_attention_heads, config.head_dim)
         k, v = (self._heads(t, config.num_key_value_heads, config.head_dim) for t in (k, v))
+        return self._flat(self._attend(layer, q, (k, v), config.head_dim, scale))
+
+    def latent_attention(
+        self, layer: int, q: torch.Tensor, latent: torch.Tensor, shared: torch.Tensor, *, kv_up: str, scale: float
+    ) -> torch.Tensor:
+        # q . [U c | s] = [U^T q_1 | q_2] . [c | s] and sum p W c = W sum p c: one kept vector serves all heads.
+        config = self.state.config
+        heads, value_dim = config.num_attention_heads, config.latent_value_dim
+        own = config.head_dim - config.latent_shared_dim
+        key_up, value_up = self.weight(kv_up).view(heads, own + value_dim, -1).split([own, value_dim], dim=1)
+        q_own, q_shared = q.view(-1, heads, config.head_dim).split([own, config.latent_shared_dim], dim=-1)
+        q = torch.cat([torch.einsum("nhd,hdr->nhr", q_own, key_up), q_shared], dim=-1)
+        kept = torch.cat([latent, shared], dim=-1)
+        mixed = self._attend(layer, self._heads(q, *q.shape[1:]), (self._heads(kept, 1, kept.shape[-1]),),
+                             latent.shape[-1], scale)  # fmt: skip
+        return torch.einsum("nhr,hvr->nhv", mixed.reshape(q.shape[0], heads, -1), value_up).flatten(1)
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, new: tuple[torch.Tensor, ...], value_dim: int, scale: float
+    ) -> torch.Tensor:
+        """Attention of q over what the layer keeps once ``new`` is in it, in the shape of q (value_dim per head)."""
+        batch, cache = self.batch, self.state.kv_storage[layer]
         if batch.phase == SCAN:
-            return self._flat(torch_attention.scan(q, k, v, cache, *self._scan_rows(), scale))
+            return torch_attention.scan(q, new, cache, *self._scan_rows(), value_dim, scale)
         positions = batch.positions.view(batch.rows, batch.tokens_per_row)
         assert batch.kv_bound is not None
-        return self._flat(torch_attention.step(q, k, v, cache, batch.slots, positions, batch.kv_bound, scale))
+        return torch_attention.step(q, new, cache, batch.slots, positions, batch.kv_bound, value_dim, scale)
 
     def _scan_rows(self) -> tuple[list[int], list[int], list[int]]:
         """slots, first positions and cu_seqlens on the host, read once per pass."""

@@ -43,7 +43,7 @@ def shape_from_path(text: str) -> ModelShape:
     return ModelShape(
         name=file.resolve().parent.name or config.family,
         recurrent=r,
-        attention=Attention(len(config.attention_layers), config.num_key_value_heads, config.head_dim),
+        attention=_attention(config),
         ffn=_ffn(config, experts),
         params=total,
         lookup_params=0 if config.tie_embeddings else config.vocab_size * config.hidden_size,
@@ -75,17 +75,26 @@ def count_params(config: HybridConfig, raw: Mapping[str, Any]) -> tuple[int, Exp
     fields = Fields(raw.get("text_config") or raw, CONFIG_FILE)
     hidden, matrices = config.hidden_size, 2 if config.mlp_kind == "relu2" else 3
     count = fields.integer(("n_routed_experts", "num_experts"))
-    top_k = fields.integer("num_experts_per_tok")
+    top_k = fields.integer(("num_experts_per_tok", "num_experts_per_token"))
     latent = fields.integer("moe_latent_size", hidden)
+    per_expert = fields.integer("moe_intermediate_size")
     shared = fields.integer(("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"), 0)
+    shared += per_expert * fields.integer("num_shared_experts", 0)
     require(
         1 <= top_k <= count, f"{CONFIG_FILE}: num_experts_per_tok is {top_k}; it must be from 1 to {count} (experts)"
     )
-    experts = Experts(moe_layers, count, top_k, matrices * latent * fields.integer("moe_intermediate_size"))
+    experts = Experts(moe_layers, count, top_k, matrices * latent * per_expert)
     # Beside the routed experts: norm, router, its bias or the shared expert's gate, shared expert, latent projections.
     into_latent = 2 * hidden * latent if latent != hidden else 0
     one_layer = hidden * (count + 2) + matrices * hidden * shared + into_latent
     return dense + moe_layers * one_layer + experts.total, experts, "estimate from the dimensions"
+
+
+def _attention(config: HybridConfig) -> Attention:
+    layers = len(config.attention_layers)
+    if config.latent_rank:
+        return Attention(layers, latent=config.latent_rank + config.latent_shared_dim)
+    return Attention(layers, config.num_key_value_heads, config.head_dim)
 
 
 def _ffn(config: HybridConfig, experts: Experts | None) -> str:

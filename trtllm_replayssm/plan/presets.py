@@ -43,8 +43,12 @@ def _kimi(name: str, layers: tuple[int, int], heads: int, hidden: int, latent: i
     return ModelShape(name, recurrent, attention, ffn, params, vocab * hidden, params_from, source, experts)
 
 
-def _moe(layers: int, count: int, top_k: int, matrices: int, width_in: int, width: int) -> tuple[str, Experts]:
-    title = f"{layers} MoE ({count} experts, top {top_k})"
+def _moe(
+    layers: int, count: int, top_k: int, matrices: int, width_in: int, width: int, dense: int = 0
+) -> tuple[str, Experts]:
+    """Description and experts of ``layers`` MoE layers beside ``dense`` MLPs."""
+    title = f"{dense} MLP + " if dense else ""
+    title += f"{layers} MoE ({count} experts, top {top_k})"
     return title, Experts(layers, count, top_k, matrices * width_in * width)
 
 
@@ -90,19 +94,19 @@ MODELS: dict[str, ModelShape] = {
     ),
     "kimi-linear-48b": _kimi(
         "Kimi-Linear-48B-A3B", (20, 7), 32, 2304, 512 + 64, 163840, 49_120_000_000, "quoted, hf",
-        *_moe(26, 256, 8, 3, 2304, 1024),
+        *_moe(26, 256, 8, 3, 2304, 1024, dense=1),
     ),
     "kimi-k3": _kimi(
         "Kimi-K3 (text)", (69, 24), 96, 7168, 512 + 64, 163840, 2_780_000_000_000, "published, bridge",
-        *_moe(92, 896, 16, 3, 3584, 3072), params_from=_SIZED,
+        *_moe(92, 896, 16, 3, 3584, 3072, dense=1), params_from=_SIZED,
     ),
     "glm-5.3-flash": _kimi(
         "GLM-5.3-Flash (text)", (34, 11), 64, 4096, 512, 154880, 312_700_000_000, "hf, quoted",
-        *_moe(42, 288, 8, 3, 4096, 2048),
+        *_moe(42, 288, 8, 3, 4096, 2048, dense=3),
     ),
     "ling-3.0-flash": _kimi(
         "Ling-3.0-Flash", (35, 7), 32, 2560, 512 + 64, 157184, 124_400_000_000, "hf",
-        *_moe(40, 512, 8, 3, 2560, 768),
+        *_moe(40, 512, 8, 3, 2560, 768, dense=2),
     ),
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
 """ModelState: the memory of all sequences of one model. Batch: which of them a forward pass works on, and how.
 
 A *slot* is one sequence's memory in every stateful layer: a SlotLayout slot and a ConvLayout slot per recurrent layer
-(docs/contracts.md), a row of keys and values per attention layer. The KV rows know no length: a token at position p
-sees positions 0..p of its slot, so rollback there is positions that move back, and entries beyond are never used.
+(docs/contracts.md), a row of keys and values, or of what latent attention makes them of, per attention layer. These
+rows know no length: a token at position p sees positions 0..p of its slot, so rollback there is positions that move
+back, and entries beyond are never used.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class ModelState:
     Attributes:
         spec, conv_spec: the RecurrenceSpec and ConvSpec of every recurrent layer.
         recurrent, conv: StatePool per recurrent layer; keys count stateful layers.
-        kv: per attention layer (keys, values), each [slots, max_positions, kv_heads, head_dim].
+        kv: per attention layer (keys, values), each [slots, max_positions, kv_heads, head_dim]; of latent attention
+            one tensor [slots, max_positions, 1, latent_rank + latent_shared_dim].
         decay: per Mamba-2 layer the weight A_log and A = -exp(A_log) fp32 [H], kept by the passes that fill its ring;
             folding a ring needs it.
 
@@ -102,13 +104,14 @@ class ModelState:
         self.conv = {i: StatePool.allocate(conv_layout, slots, device) for i in config.recurrent_layers}
         self.decay: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # One row more than slots: pad rows of a batch write there, so that no write depends on a device value.
-        shape = (slots + 1, max_positions, config.num_key_value_heads, config.head_dim)
-        act = torch_dtype(dtype)
-        self.kv_storage = {
-            i: (torch.zeros(shape, dtype=act, device=device), torch.zeros(shape, dtype=act, device=device))
-            for i in config.attention_layers
+        row, kept = (config.num_key_value_heads, config.head_dim), 2
+        if config.latent_rank:
+            row, kept = (1, config.latent_rank + config.latent_shared_dim), 1
+        shape, act = (slots + 1, max_positions, *row), torch_dtype(dtype)
+        self.kv_storage: dict[int, tuple[torch.Tensor, ...]] = {
+            i: tuple(torch.zeros(shape, dtype=act, device=device) for _ in range(kept)) for i in config.attention_layers
         }
-        self.kv = {i: (k[:slots], v[:slots]) for i, (k, v) in self.kv_storage.items()}
+        self.kv = {i: tuple(t[:slots] for t in tensors) for i, tensors in self.kv_storage.items()}
 
     def reset(self, slots: Ints) -> None:
         """Empty ``slots`` [n]: zero states, empty rings, zero conv history. KV rows need nothing."""
@@ -131,8 +134,8 @@ class ModelState:
             count = self._ring_count(pool, source, keep)
             self.impl.materialize(pool, source, count, target, **self._fold_options(layer))
             self.impl.conv_materialize(self.conv[layer], source, keep, target)
-        for keys, values in self.kv.values():
-            for cache in (keys, values):
+        for tensors in self.kv.values():
+            for cache in tensors:
                 cache[target.long()] = cache[source.long()]
 
     def materialized(self, slots: Ints, pending: Ints | None = None) -> dict[int, torch.Tensor]:
@@ -159,7 +162,7 @@ class ModelState:
     def nbytes(self) -> int:
         """Bytes of all memory that this object holds."""
         pools = [*self.recurrent.values(), *self.conv.values()]
-        tensors = [pool.memory for pool in pools] + [t for pair in self.kv_storage.values() for t in pair]
+        tensors = [pool.memory for pool in pools] + [t for kept in self.kv_storage.values() for t in kept]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def decay_of(self, layer: int, a_log: torch.Tensor) -> torch.Tensor:
