@@ -8,7 +8,9 @@
 # NVCC        the compiler. Otherwise: nvcc on PATH, in CUDA_HOME, or of the PyPI wheels that the python in PYTHON sees:
 #             pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-crt==13.0.*" \
 #                 "nvidia-nvvm==13.0.*" "nvidia-cuda-cccl==13.0.*"
-# Objects that are newer than every source are kept. A C++17 host compiler is needed too.
+# DEBUG_CHECKS=1  the plugins also look for bad slot ids on the device and print them (see plugins/tensorrt/README.md).
+# TENSORRT_INCLUDE_DIR  headers of a TensorRT SDK that replace plugins/abi's declarations of the same major version.
+# Objects that are newer than all that they were compiled from are kept. A C++17 host compiler is needed too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -40,12 +42,14 @@ nvcc=$(find_nvcc)
 root=$(cd "$(dirname "$nvcc")/.." && pwd)
 flags=(-std=c++17 -O3 -Xcompiler "-fPIC,-fvisibility=hidden,-Wall")
 flags+=("-DREPLAYSSM_VERSION_STRING=\"$version\"" "-DREPLAYSSM_ARCH_STRING=\"$archs\"")
+if [ "${DEBUG_CHECKS:-0}" = 1 ]; then flags+=(-DREPLAYSSM_DEBUG_CHECKS); fi
+if [ -n "${TENSORRT_INCLUDE_DIR:-}" ]; then flags+=(-DREPLAYSSM_TENSORRT_SDK -isystem "$TENSORRT_INCLUDE_DIR"); fi
 for arch in $archs; do
     suffix=$arch
     if [ "$arch" = 90 ]; then suffix=90a; fi # wgmma and setmaxnreg
     flags+=(-gencode "arch=compute_$suffix,code=sm_$suffix")
 done
-link=(-shared -cudart static -Xlinker "--exclude-libs,ALL,--version-script=plugins/exports.map")
+link=(-shared -cudart static -Xlinker "--exclude-libs,ALL,--no-undefined,--version-script=plugins/exports.map")
 if [ -e "$root/lib/libcudart_static.a" ]; then link+=("-L$root/lib"); fi
 
 # Other flags or another compiler make every object stale.
@@ -57,18 +61,25 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$nvcc ${flags[*]}" ]; then
 fi
 
 object_of() { echo "$objects/$(echo "${1#plugins/}" | tr '/' '_').o"; }
-# Headers are shared widely, so any newer header makes all objects stale, a newer source only its own.
-newest_header=$(find plugins -name '*.h' -o -name '*.cuh' | xargs ls -t | head -n 1)
+# Whether an object has to be compiled: it, or the list of what it was compiled from, is missing or older than a source.
+is_stale() {
+    local object=$1 file
+    [ -e "$object" ] && [ -e "$object.d" ] || return 0
+    for file in $(sed -e 's/^[^:]*://' -e 's/\\$//' "$object.d"); do
+        [ ! "$file" -nt "$object" ] && [ -e "$file" ] || return 0
+    done
+    return 1
+}
 sources=$(find plugins -name '*.cu' -o -name '*.cpp' | sort)
 started=$SECONDS
 running=0
 failed=0
 for source in $sources; do
     object=$(object_of "$source")
-    if [ "$object" -nt "$source" ] && [ "$object" -nt "$newest_header" ]; then continue; fi
+    is_stale "$object" || continue
     echo "$source"
     (
-        "$nvcc" "${flags[@]}" -c "$source" -o "$object.part"
+        "$nvcc" "${flags[@]}" -MMD -MF "$object.d" -MT object -c "$source" -o "$object.part"
         mv "$object.part" "$object"
     ) &
     running=$((running + 1))

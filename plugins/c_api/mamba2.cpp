@@ -1,15 +1,13 @@
-//! Mamba-2 step, scan and materialize, and the reset of every recurrent kind: checks, then params.h structs, then
-//! launch.
+//! Mamba-2 step and scan, materialize and reset of every recurrent kind: checks, then params.h structs, then launch.
 #include "../common/reset.h"
 #include "../common/slot_layout.h"
 #include "../mamba2_replay/params.h"
 #include "guard.h"
+#include "operations.h"
 
 using namespace replayssm;
 
 namespace {
-
-constexpr int64_t kMaxGridRows = 65535; // grid axis y
 
 void require_kernel_spec(const replayssm_recurrence_spec& spec) {
     if (spec.kind != REPLAYSSM_MAMBA2) {
@@ -93,27 +91,6 @@ Mamba2Inputs make_inputs(const Params& p, int token_axes) {
     return in;
 }
 
-//! A tensor of the step whose elements lie within 2^31 of the first: strides of its (at most three) leading axes as
-//! 32-bit.
-StepTensor step_tensor(const char* name, const replayssm_tensor& tensor, int64_t rows, int64_t tokens, int64_t heads) {
-    StepTensor out;
-    if (tensor.data == nullptr) return out;
-    const int64_t last =
-        (rows - 1) * tensor.strides[0] + (tokens - 1) * tensor.strides[1] + (heads - 1) * tensor.strides[2];
-    for (int axis = 0; axis < 3; ++axis) {
-        const int64_t stride = tensor.strides[axis];
-        require(stride >= 0 && stride <= INT32_MAX, name, " has stride ", stride, " along axis ", axis,
-            "; it must be from 0 to ", INT32_MAX);
-    }
-    require(last <= INT32_MAX - 4096, name, " spans ", last, " elements; it must span less than 2^31");
-    out.data = tensor.data;
-    out.row = static_cast<int>(tensor.strides[0]);
-    out.token = static_cast<int>(tensor.strides[1]);
-    out.head = static_cast<int>(tensor.strides[2]);
-    out.dtype = tensor.dtype;
-    return out;
-}
-
 //! A parameter [H] or [H, P]: strides[0] along heads, strides[1] along P.
 StepTensor step_parameter(const char* name, replayssm_tensor tensor, int64_t heads, int64_t headdim) {
     if (tensor.data == nullptr) return StepTensor{};
@@ -141,14 +118,6 @@ StepInputs step_inputs(const replayssm_mamba2_step_params& p) {
     in.dt_min = checked_inputs.dt_min;
     in.dt_max = checked_inputs.dt_max;
     return in;
-}
-
-//! A packed tensor [tokens, ...] as one row of [rows, tokens, ...].
-replayssm_tensor one_row(replayssm_tensor tensor) {
-    for (int axis = 3; axis > 0; --axis)
-        tensor.strides[axis] = tensor.strides[axis - 1];
-    tensor.strides[0] = 0;
-    return tensor;
 }
 
 } // namespace
@@ -215,8 +184,10 @@ int32_t replayssm_materialize(const replayssm_materialize_params* params, void* 
     return guarded("materialize", [&] {
         const auto& p = checked(params);
         const replayssm_layout layout = slot_layout(p.spec);
-        require_kernel_spec(p.spec);
         require_range("pairs", p.pairs, 0, kMaxGridRows);
+        if (p.spec.kind != REPLAYSSM_MAMBA2)
+            return materialize_gated_delta(p, layout, static_cast<cudaStream_t>(stream));
+        require_kernel_spec(p.spec);
         if (p.pairs == 0) return;
         require_index("src", p.src, false);
         require_index("count", p.count, false);

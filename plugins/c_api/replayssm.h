@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or a meaning changes. The Python binding refuses a library with another number. */
-#define REPLAYSSM_ABI_VERSION 1
+#define REPLAYSSM_ABI_VERSION 2
 
 typedef enum replayssm_status {
     REPLAYSSM_OK = 0,
@@ -146,6 +146,7 @@ typedef struct replayssm_step_tuning {
 #define REPLAYSSM_STEP_EVEN_BLOCKS 1  /* no smaller blocks at the end of the grid */
 #define REPLAYSSM_STEP_STATE_LAST 2   /* ask for the ring rows before the state */
 #define REPLAYSSM_STEP_PLAIN_LAUNCH 4 /* no programmatic dependent launch */
+#define REPLAYSSM_STEP_PART_HEADS 8   /* gated delta: a block takes a part of a head */
 
 /* y = one step of `tokens` tokens for each of `rows` sequences. x, z, B, C, y have act_dtype, 16-byte aligned data and
  * strides; dt, dt_bias, D may be fp32, bf16 or fp16, A is fp32. slots outside [0, pool.slots) are padding rows. */
@@ -194,6 +195,53 @@ typedef struct replayssm_mamba2_scan_params {
     int32_t reserved;
 } replayssm_mamba2_scan_params;
 
+/* o = one step of `tokens` tokens of Gated DeltaNet (GDN) or Kimi Delta Attention (KDA) for each of `rows` sequences. q,
+ * k, v, o have act_dtype, 16-byte aligned data and strides; a and b are the raw projections (before gate and sigmoid), of
+ * any strides, fp32, bf16 or fp16; A_log and dt_bias are fp32. slots outside [0, pool.slots) are padding rows. */
+typedef struct replayssm_gated_delta_step_params {
+    uint32_t struct_size;
+    int32_t rows;
+    int32_t tokens;
+    replayssm_step_tuning tuning; /* KDA: a block takes one head at most */
+    replayssm_recurrence_spec spec;
+    replayssm_pool pool;
+    replayssm_index slots;    /* [rows] */
+    replayssm_index accepted; /* [rows], or absent: all pending tokens stay */
+    replayssm_tensor q;       /* [rows, tokens, HK, K], before normalisation */
+    replayssm_tensor k;       /* [rows, tokens, HK, K] */
+    replayssm_tensor v;       /* [rows, tokens, HV, V] */
+    replayssm_tensor a;       /* GDN [rows, tokens, HV], KDA [rows, tokens, HV, K] */
+    replayssm_tensor b;       /* [rows, tokens, HV] */
+    replayssm_tensor A_log;   /* [HV] */
+    replayssm_tensor dt_bias; /* GDN [HV], KDA [HV, K] */
+    replayssm_tensor o;       /* [rows, tokens, HV, V], out */
+    float scale;              /* of the normalised q; 0: K^-0.5 */
+    int32_t reserved;
+} replayssm_gated_delta_step_params;
+
+/* o = a scan over packed prompts; sequence i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1. exact as in the Mamba-2
+ * scan. */
+typedef struct replayssm_gated_delta_scan_params {
+    uint32_t struct_size;
+    int32_t sequences;
+    int64_t tokens; /* rows of the packed tensors */
+    replayssm_recurrence_spec spec;
+    replayssm_pool pool;
+    replayssm_index slots;      /* [sequences] */
+    replayssm_index cu_seqlens; /* [sequences + 1] */
+    const uint8_t* has_initial; /* [sequences], or NULL: every sequence starts from zero */
+    replayssm_tensor q;         /* [tokens, HK, K] */
+    replayssm_tensor k;         /* [tokens, HK, K] */
+    replayssm_tensor v;         /* [tokens, HV, V] */
+    replayssm_tensor a;         /* GDN [tokens, HV], KDA [tokens, HV, K] */
+    replayssm_tensor b;         /* [tokens, HV] */
+    replayssm_tensor A_log;     /* as in the step */
+    replayssm_tensor dt_bias;   /* as in the step */
+    replayssm_tensor o;         /* [tokens, HV, V], out */
+    float scale;                /* of the normalised q; 0: K^-0.5 */
+    int32_t exact;              /* 0 or 1 */
+} replayssm_gated_delta_scan_params;
+
 /* dst = src with the first `count` rows of its ring folded in. Pairs with an index outside the pool are passed over. */
 typedef struct replayssm_materialize_params {
     uint32_t struct_size;
@@ -203,7 +251,7 @@ typedef struct replayssm_materialize_params {
     replayssm_index src;   /* [pairs] */
     replayssm_index count; /* [pairs] */
     replayssm_index dst;   /* [pairs], no two equal, none of them another pair's src */
-    replayssm_tensor A;    /* Mamba-2: fp32 [H] */
+    replayssm_tensor A;    /* Mamba-2: fp32 [H]; absent for the other kinds */
 } replayssm_materialize_params;
 
 /* Zero state, empty ring, reset cursor. */
@@ -265,6 +313,27 @@ typedef struct replayssm_conv_reset_params {
     replayssm_index slots;
 } replayssm_conv_reset_params;
 
+/* cache[slot_mapping[i], c, h, positions[i, t], :] = new_kv[i, t, c, h, :] for the first counts[i] tokens t of every row i;
+ * c is 0 for keys, 1 for values (parts 2), or 0 alone where one vector is both (parts 1). All arrays are dense and of one
+ * dtype. Slots and positions outside the cache are passed over. */
+typedef struct replayssm_kv_append_params {
+    uint32_t struct_size;
+    int32_t rows;
+    int32_t tokens; /* of every row, those that do not count included */
+    int32_t kv_heads;
+    int32_t head_dim;
+    int32_t dtype; /* float32, bfloat16 or float16 */
+    int32_t parts; /* 1 or 2 */
+    int32_t reserved;
+    int64_t slots;
+    int64_t max_positions;
+    const void* new_kv;           /* [rows, tokens, parts, kv_heads, head_dim] */
+    void* cache;                  /* [slots, parts, kv_heads, max_positions, head_dim] */
+    replayssm_index slot_mapping; /* [rows], no slot twice */
+    replayssm_index positions;    /* [rows, tokens] */
+    replayssm_index counts;       /* [rows], or absent: all tokens */
+} replayssm_kv_append_params;
+
 REPLAYSSM_API int32_t replayssm_abi_version(void);
 /* Package version the library was built from, and the GPU architectures it holds code for ("90", "80 90 100"). */
 REPLAYSSM_API const char* replayssm_version(void);
@@ -279,12 +348,15 @@ REPLAYSSM_API int32_t replayssm_conv_layout(const replayssm_conv_spec* spec, rep
 /* stream is a cudaStream_t. */
 REPLAYSSM_API int32_t replayssm_mamba2_step(const replayssm_mamba2_step_params* params, void* stream);
 REPLAYSSM_API int32_t replayssm_mamba2_scan(const replayssm_mamba2_scan_params* params, void* stream);
+REPLAYSSM_API int32_t replayssm_gated_delta_step(const replayssm_gated_delta_step_params* params, void* stream);
+REPLAYSSM_API int32_t replayssm_gated_delta_scan(const replayssm_gated_delta_scan_params* params, void* stream);
 REPLAYSSM_API int32_t replayssm_materialize(const replayssm_materialize_params* params, void* stream);
 REPLAYSSM_API int32_t replayssm_reset(const replayssm_reset_params* params, void* stream);
 REPLAYSSM_API int32_t replayssm_conv_step(const replayssm_conv_step_params* params, void* stream);
 REPLAYSSM_API int32_t replayssm_conv_scan(const replayssm_conv_scan_params* params, void* stream);
 REPLAYSSM_API int32_t replayssm_conv_materialize(const replayssm_conv_materialize_params* params, void* stream);
 REPLAYSSM_API int32_t replayssm_conv_reset(const replayssm_conv_reset_params* params, void* stream);
+REPLAYSSM_API int32_t replayssm_kv_append(const replayssm_kv_append_params* params, void* stream);
 
 #ifdef __cplusplus
 }

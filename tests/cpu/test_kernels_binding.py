@@ -39,6 +39,7 @@ STRUCTS = {
     "replayssm_conv_scan_params": abi.ConvScanParams,
     "replayssm_conv_materialize_params": abi.ConvMaterializeParams,
     "replayssm_conv_reset_params": abi.ConvResetParams,
+    "replayssm_kv_append_params": abi.KvAppendParams,
 }
 
 

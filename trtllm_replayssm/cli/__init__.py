@@ -18,6 +18,7 @@ from .common import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, PROG, Parser, c
 #: Command, module that has add_arguments(parser) and main(args) -> int, one line of help.
 COMMANDS = {
     "convert": ("trtllm_replayssm.cli.convert", "Hugging Face checkpoint -> checkpoint directory"),
+    "build": ("trtllm_replayssm.cli.build", "checkpoint directory -> TensorRT or TensorRT-LLM engine directory"),
     "run": ("trtllm_replayssm.cli.run", "text from a checkpoint; ReplaySSM against conventional decoding"),
     "plan": ("trtllm_replayssm.plan", "memory, traffic, best window and predicted speed-up of a model on a GPU"),
     "doctor": ("trtllm_replayssm.doctor", "what is installed, what works, what to do about the rest"),

@@ -39,9 +39,13 @@ def main(args: argparse.Namespace) -> int:
 
 def render(out_dir: str, summary: dict[str, Any]) -> str:
     """The summary as lines of text."""
+    return "\n".join([f"checkpoint written to {out_dir}", *summary_lines(summary)])
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """One line per entry, names aligned."""
     width = max((len(key) for key in summary), default=0)
-    lines = [f"  {key.replace('_', ' '):{width}}  {_shown(value)}" for key, value in summary.items()]
-    return "\n".join([f"checkpoint written to {out_dir}", *lines])
+    return [f"  {key.replace('_', ' '):{width}}  {_shown(value)}" for key, value in summary.items()]
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
 """What ``run`` was asked for, checked and loaded: prompts as token ids, sampling, end tokens, model, tokenizer.
 
-Everything that can be refused without reading weights is refused before any is read.
+Everything that can be refused without reading weights, or an engine, is refused before any is read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import require
 from ..runtime.tokenizer import read_json_object
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
     import torch
 
     from ..models.config import HybridConfig
+    from ..runtime.compare import Rounding
     from ..runtime.sampling import SamplingParams
+    from ..runtime.session import Session
     from ..runtime.tokenizer import Tokenizer
     from ..runtime.torch_session import TorchSession
+
+DEFAULT_WINDOW = 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request that is known to be possible.
+    """A request to a checkpoint that is known to be possible.
 
     Attributes:
         args: the options. texts: prompts as given. ids: their token ids. eos: end tokens.
@@ -47,8 +51,47 @@ class Request:
     weights: dict[str, torch.Tensor]
     device: torch.device
 
-    def session(self, *, window: int, draft_tokens: int, read_copy: str) -> TorchSession:
-        """A session for as many prompts at once as --max-batch allows."""
+    @property
+    def family(self) -> str:
+        """Family of the model."""
+        return self.config.family
+
+    def session(self) -> Session:
+        """The session that --decode asks for, for as many prompts at once as --max-batch allows."""
+        args = self.args
+        window = 1 if args.decode == "conventional" else args.window
+        return self._session(window=window, draft_tokens=args.draft_tokens, read_copy=args.read_copy)
+
+    def pair(self) -> tuple[Session, Session, Rounding]:
+        """Sessions for conventional and for ReplaySSM decoding, and what rounding can explain between them."""
+        from ..runtime.compare import Rounding
+
+        args = self.args
+        conventional = self._session(window=1, draft_tokens=0, read_copy="none")
+        replay = self._session(window=args.window, draft_tokens=args.draft_tokens, read_copy=args.read_copy)
+        spec = replay.state.spec
+        return conventional, replay, Rounding.of(replay.state.dtype, spec.state_dtype, spec.read_copy)
+
+    def described(self, session: Session) -> dict[str, Any]:
+        """The settings that took effect in one of this request's sessions, as plain values."""
+        from ..runtime.torch_session import TorchSession
+
+        assert isinstance(session, TorchSession)
+        spec = session.state.spec
+        return {
+            "checkpoint": str(self.args.checkpoint),
+            "family": self.family,
+            "decode": self.args.decode,
+            "window": spec.window,
+            "draft_tokens": spec.spec_len - 1,
+            "read_copy": spec.read_copy,
+            "dtype": session.state.dtype,
+            "state_dtype": spec.state_dtype,
+            "device": str(session.device),
+            "max_batch": session.free_slots,
+        }
+
+    def _session(self, *, window: int, draft_tokens: int, read_copy: str) -> TorchSession:
         from ..runtime.torch_session import TorchSession
 
         return TorchSession(
@@ -69,7 +112,10 @@ def load(args: argparse.Namespace) -> Request:
     Raises:
         ReplayError: anything that is wrong with them.
     """
+    if args.window is None:
+        args.window = DEFAULT_WINDOW
     check_numbers(args)
+    require(args.against is None, "--against is for engine directories; a checkpoint decodes both ways by itself")
     directory = Path(args.checkpoint)
     check_checkpoint(directory)
     texts = prompt_sources.collect(args.prompt, args.prompt_file)

@@ -1,4 +1,7 @@
-"""``trtllm-replayssm run CHECKPOINT``: text from prompts; ``--decode both``: the two decodings compared."""
+"""``trtllm-replayssm run CHECKPOINT``: text from prompts; ``--decode both``: the two decodings compared.
+
+CHECKPOINT may be an engine directory too; its config.json says which of the two it is.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..spec import MAX_SPEC_LEN, MAX_WINDOW, READ_COPIES
 from .common import EXIT_DIFFERS, PROG, ProgressCallback, print_json, progress
@@ -14,7 +17,7 @@ from .output import Printer, comparison_lines, completion_json, speed_line
 from .request import Request, load
 
 if TYPE_CHECKING:
-    from ..runtime.torch_session import TorchSession
+    from .engine_request import EngineRequest
 
 DECODE = ("replay", "conventional", "both")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,7 +27,7 @@ MAX_BATCH = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run`` to a parser."""
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help=f"directory made by: {PROG} convert")
+    add("checkpoint", metavar="CHECKPOINT", help=f"directory made by: {PROG} convert, or by: {PROG} build")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated; without any: stdin")
     add(
         "--prompt-file", action="append", default=[], metavar="FILE", help="one prompt (.jsonl: one per line); -: stdin"
@@ -48,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="replay",
         help="both: side by side, compared; exit code 1 if they differ by more than rounding",
     )
-    add("--window", type=int, default=16, metavar="L", help=f"ReplaySSM window, 1..{MAX_WINDOW} (default 16)")
+    add("--against", metavar="ENGINE", help="with an engine and --decode both: an engine of window 1 to compare with")
+    add("--window", type=int, metavar="L", help=f"ReplaySSM window, 1..{MAX_WINDOW} (default 16)")
     add(
         "--draft-tokens",
         type=int,
@@ -67,17 +71,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``run``. Returns 0, or 1 where the comparison failed. Raises ReplayError for bad input."""
     start = time.perf_counter()
-    request = load(args)
+    request = _load(args)
     loaded = time.perf_counter() - start
     return _compare(request, loaded) if args.decode == "both" else _generate(request, loaded)
 
 
-def _generate(request: Request, loaded: float) -> int:
+def _load(args: argparse.Namespace) -> Request | EngineRequest:
+    from pathlib import Path
+
+    from .engine_request import is_engine, load_engine
+
+    return load_engine(args) if is_engine(Path(args.checkpoint)) else load(args)
+
+
+def _generate(request: Request | EngineRequest, loaded: float) -> int:
     from ..runtime.generate import generate
 
     args = request.args
-    window = 1 if args.decode == "conventional" else args.window
-    session = request.session(window=window, draft_tokens=args.draft_tokens, read_copy=args.read_copy)
+    session = request.session()
     printer = None if args.json else Printer(request.tokenizer, request.texts, request.ids)
     quiet = printer is not None and printer.terminal  # text on a terminal shows the progress, a bar would cut it
     start = time.perf_counter()
@@ -109,17 +120,15 @@ def _generate(request: Request, loaded: float) -> int:
         )
         for i, row in enumerate(done)
     ]
-    print_json(_described(request, session) | {"completions": rows, "seconds": {"load": loaded, "generate": seconds}})
+    print_json(request.described(session) | {"completions": rows, "seconds": {"load": loaded, "generate": seconds}})
     return 0
 
 
-def _compare(request: Request, loaded: float) -> int:
-    from ..runtime.compare import Rounding, compare
+def _compare(request: Request | EngineRequest, loaded: float) -> int:
+    from ..runtime.compare import compare
 
     args = request.args
-    conventional = request.session(window=1, draft_tokens=0, read_copy="none")
-    replay = request.session(window=args.window, draft_tokens=args.draft_tokens, read_copy=args.read_copy)
-    state = replay.state
+    conventional, replay, rounding = request.pair()
     start = time.perf_counter()
     with progress("comparing") as update:
         counter = _Counter(update, len(request.ids) * args.max_new_tokens)
@@ -128,7 +137,7 @@ def _compare(request: Request, loaded: float) -> int:
             replay,
             request.ids,
             max_new_tokens=args.max_new_tokens,
-            rounding=Rounding.of(state.dtype, state.spec.state_dtype, state.spec.read_copy),
+            rounding=rounding,
             sampling=request.sampling,
             eos_ids=request.eos,
             draft_tokens=args.draft_tokens,
@@ -141,7 +150,7 @@ def _compare(request: Request, loaded: float) -> int:
             text = request.tokenizer.continuation(request.ids[i], row["tokens"])
             row |= {"index": i, "prompt": request.texts[i], "text": text}
         timing = {"load": loaded, "compare": seconds}
-        print_json(_described(request, replay) | {"comparison": comparison, "seconds": timing})
+        print_json(request.described(replay) | {"comparison": comparison, "seconds": timing})
     else:
         printer = Printer(request.tokenizer, request.texts, request.ids)
         for i, compared in enumerate(result.rows):
@@ -164,20 +173,3 @@ class _Counter:
 
 def _ignore(done: int, total: int, what: str) -> None:
     """Progress that nobody sees."""
-
-
-def _described(request: Request, session: TorchSession) -> dict[str, Any]:
-    """The settings that took effect, as plain values."""
-    spec = session.state.spec
-    return {
-        "checkpoint": str(request.args.checkpoint),
-        "family": request.config.family,
-        "decode": request.args.decode,
-        "window": spec.window,
-        "draft_tokens": spec.spec_len - 1,
-        "read_copy": spec.read_copy,
-        "dtype": session.state.dtype,
-        "state_dtype": spec.state_dtype,
-        "device": str(session.device),
-        "max_batch": session.free_slots,
-    }

@@ -8,12 +8,13 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import __version__
 from ..errors import require
 from ..plan.report import align
+from .engines import examine_engine
 from .probes import BROKEN, MISSING, OK, PACKAGES, UNSUPPORTED, Result, run_in_child
 
 _PYTHONS = ((3, 10), (3, 13))
@@ -47,19 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="for each group of probes (default 120)"
     )
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="DIR", help="an engine directory to judge; may be repeated"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``doctor``. Returns 0 where decoding on the CPU works (its self-test passes), else 1."""
+    """Run ``doctor``. Returns 0 where decoding on the CPU works (its self-test) and every engine runs, else 1."""
     ok = math.isfinite(args.timeout) and args.timeout > 0
     require(ok, f"timeout is {args.timeout}; it must be a positive number of seconds")
-    report = examine(args.timeout)
+    report = examine(args.timeout, args.engine)
     print(json.dumps(report, indent=1, allow_nan=False) if args.json else render(report))
-    return 0 if report["core_works"] else 1
+    return 0 if report["core_works"] and all(row["runs"] for row in report["engines"]) else 1
 
 
-def examine(timeout: float = 120.0) -> dict[str, Any]:
-    """The whole report: ``core_works``, ``parts`` and ``capabilities``. Never raises for what is missing or broken."""
+def examine(timeout: float = 120.0, engines: Sequence[str] = ()) -> dict[str, Any]:
+    """The whole report: ``core_works``, ``parts``, ``capabilities`` and ``engines``.
+
+    Never raises for what is missing or broken.
+    """
     names = [*PACKAGES, "driver", "nvcc", "cmake", "library"]
     found = {"python": _python(), **run_in_child(names, timeout)}
     # Self-tests run last, and only where what they need was importable.
@@ -77,6 +84,7 @@ def examine(timeout: float = 120.0) -> dict[str, Any]:
         "parts": parts,
         "gpus": found["torch"].get("gpus", []),
         "capabilities": capabilities(found),
+        "engines": [examine_engine(path, found) for path in engines],
     }
 
 
@@ -190,13 +198,16 @@ def render(report: Mapping[str, Any]) -> str:
         works.append((row["name"], "yes" if row["works"] else "no", row["detail"]))
     # One line per command, under the name of the first thing that it puts right.
     todo: dict[str, str] = {}
-    for row in (*report["parts"], *report["capabilities"]):
+    for row in (*report["parts"], *report["capabilities"], *report["engines"]):
         if row["do"]:
             todo.setdefault(row["do"], f"{row['name']}:")
     head = f"trtllm-replayssm {report['version']} on {report['platform']}"
     gpus = [f"GPU {g['name']}, sm_{g['arch']}, {g['memory'] / (1 << 30):.1f} GiB"
             + (f", planner preset {g['class']}" if g["class"] else "") for g in report["gpus"]]  # fmt: skip
     sections = ["\n".join([head, *gpus]), align(parts, left=5, indent=""), align(works, left=3, indent="")]
+    if report["engines"]:
+        engines = [(row["name"], "yes" if row["runs"] else "no", row["detail"]) for row in report["engines"]]
+        sections.append(align([("engine", "runs", "detail"), *engines], left=3, indent=""))
     if todo:
         rows = [(name, command) for command, name in todo.items()]
         sections.append("what to do about the rest\n" + align(rows, left=2))

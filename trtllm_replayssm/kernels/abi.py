@@ -9,7 +9,7 @@ from typing import Any
 from ..layout import REGION_NAMES
 from ..spec import DTYPE_BYTES, KINDS, READ_COPIES, ConvSpec, RecurrenceSpec
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 #: Status codes. The first three are the caller's to put right, the last is the CUDA runtime's.
 STATUS_NAMES = {0: "ok", 1: "invalid argument", 2: "unsupported", 3: "CUDA error"}
@@ -148,6 +148,45 @@ class Mamba2ScanParams(ctypes.Structure):
     ]
 
 
+_GATED_DELTA_TENSORS = [(name, CTensor) for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias", "o")]
+
+
+class GatedDeltaStepParams(ctypes.Structure):
+    """replayssm_gated_delta_step_params"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("rows", c_int32),
+        ("tokens", c_int32),
+        ("tuning", CStepTuning),
+        ("spec", CRecurrenceSpec),
+        ("pool", CPool),
+        ("slots", CIndex),
+        ("accepted", CIndex),
+        *_GATED_DELTA_TENSORS,
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
+
+
+class GatedDeltaScanParams(ctypes.Structure):
+    """replayssm_gated_delta_scan_params"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("sequences", c_int32),
+        ("tokens", c_int64),
+        ("spec", CRecurrenceSpec),
+        ("pool", CPool),
+        ("slots", CIndex),
+        ("cu_seqlens", CIndex),
+        ("has_initial", ctypes.POINTER(c_uint8)),
+        *_GATED_DELTA_TENSORS,
+        ("scale", c_float),
+        ("exact", c_int32),
+    ]
+
+
 class MaterializeParams(ctypes.Structure):
     """replayssm_materialize_params"""
 
@@ -239,16 +278,41 @@ class ConvResetParams(ctypes.Structure):
     ]
 
 
+class KvAppendParams(ctypes.Structure):
+    """replayssm_kv_append_params"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("rows", c_int32),
+        ("tokens", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("dtype", c_int32),
+        ("parts", c_int32),
+        ("reserved", c_int32),
+        ("slots", c_int64),
+        ("max_positions", c_int64),
+        ("new_kv", c_void_p),
+        ("cache", c_void_p),
+        ("slot_mapping", CIndex),
+        ("positions", CIndex),
+        ("counts", CIndex),
+    ]
+
+
 #: Entry points that take (params*, stream).
 OPERATIONS: dict[str, Any] = {
     "replayssm_mamba2_step": Mamba2StepParams,
     "replayssm_mamba2_scan": Mamba2ScanParams,
+    "replayssm_gated_delta_step": GatedDeltaStepParams,
+    "replayssm_gated_delta_scan": GatedDeltaScanParams,
     "replayssm_materialize": MaterializeParams,
     "replayssm_reset": ResetParams,
     "replayssm_conv_step": ConvStepParams,
     "replayssm_conv_scan": ConvScanParams,
     "replayssm_conv_materialize": ConvMaterializeParams,
     "replayssm_conv_reset": ConvResetParams,
+    "replayssm_kv_append": KvAppendParams,
 }
 
 

@@ -20,8 +20,7 @@ def materialize(
 ) -> None:
     """Slot dst[i] := the state of slot src[i] after the first count[i] rows of its ring, with an empty ring.
 
-    On CUDA mamba2 pools: one launch on the current stream, no synchronisation, no allocation. Pools of other kinds go
-    through the reference.
+    On CUDA: one launch on the current stream, no synchronisation, no allocation.
 
     Args:
         src, dst: int32 or int64 [n]. dst names no slot twice and no slot that another entry reads; src[i] = dst[i] is
@@ -33,13 +32,15 @@ def materialize(
         ReplayError: a shape, dtype or device that is not allowed, or no library. RuntimeError: CUDA refused.
     """
     spec = recurrent_spec(pool)
-    if not on_gpu(pool) or spec.kind != MAMBA2:
+    if not on_gpu(pool):
         reference.materialize(pool, src, count, dst, A=A)
         return
     device, pairs = tensors.device_of(pool), src.shape[0]
-    if A is None:
+    if spec.kind == MAMBA2 and A is None:
         raise ReplayError(f"A is None; materialize of a mamba2 pool needs A [{spec.nheads}]")
-    rates = decay_rates(A, spec, device)
+    if spec.kind != MAMBA2 and A is not None:
+        raise ReplayError(f"A is given for a {spec.kind} pool; its ring holds the decay, only {MAMBA2} takes A")
+    rates = None if A is None else decay_rates(A, spec, device)
     params = abi.MaterializeParams(struct_size=ctypes.sizeof(abi.MaterializeParams), pairs=pairs)
     params.spec = abi.c_recurrence_spec(spec)
     params.pool = tensors.pool_struct(pool)

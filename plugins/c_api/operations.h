@@ -1,0 +1,47 @@
+//! What the C++ files of the C interface share: tensors with 32-bit strides, and operations that serve several kinds.
+#pragma once
+
+#include "../common/checks.h"
+#include "../common/step_work.h"
+
+#include <cuda_runtime.h>
+
+namespace replayssm {
+
+constexpr int64_t kMaxGridRows = 65535; // grid axis y
+
+//! A tensor of the step whose elements lie within 2^31 of the first: strides of its (at most three) leading axes as
+//! 32-bit. `inner`: elements that one head spans.
+inline StepTensor step_tensor(const char* name, const replayssm_tensor& tensor, int64_t rows, int64_t tokens,
+    int64_t heads, int64_t inner = 4096) {
+    StepTensor out;
+    if (tensor.data == nullptr) return out;
+    const int64_t last =
+        (rows - 1) * tensor.strides[0] + (tokens - 1) * tensor.strides[1] + (heads - 1) * tensor.strides[2];
+    for (int axis = 0; axis < 3; ++axis) {
+        const int64_t stride = tensor.strides[axis];
+        require(stride >= 0 && stride <= INT32_MAX, name, " has stride ", stride, " along axis ", axis,
+            "; it must be from 0 to ", INT32_MAX);
+    }
+    require(last <= INT32_MAX - inner, name, " spans ", last, " elements; it must span less than 2^31");
+    out.data = tensor.data;
+    out.row = static_cast<int>(tensor.strides[0]);
+    out.token = static_cast<int>(tensor.strides[1]);
+    out.head = static_cast<int>(tensor.strides[2]);
+    out.dtype = tensor.dtype;
+    return out;
+}
+
+//! A packed tensor [tokens, ...] as one row of [rows, tokens, ...].
+inline replayssm_tensor one_row(replayssm_tensor tensor) {
+    for (int axis = 3; axis > 0; --axis)
+        tensor.strides[axis] = tensor.strides[axis - 1];
+    tensor.strides[0] = 0;
+    return tensor;
+}
+
+//! materialize of a GDN or KDA pool, its common checks (sizes, pairs, indices) done; gated_delta.cpp.
+void materialize_gated_delta(
+    const replayssm_materialize_params& params, const replayssm_layout& layout, cudaStream_t stream);
+
+} // namespace replayssm

@@ -1,0 +1,285 @@
+"""EngineRunner and EngineSession over a stand-in engine (tests/engine_standin.py): the books, the memory and the order
+of the calls are real, GPU and TensorRT are not.
+
+Oracle: TorchSession over the same weights. Expected error: fp32 sums in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_standin import POSITIONS, standin_engine
+from network_cases import CONFIGS
+
+from trtllm_replayssm import ReplayError
+from trtllm_replayssm.runtime.cuda import CudaError
+from trtllm_replayssm.runtime.engine import MAX_GRAPHS, Engine
+from trtllm_replayssm.runtime.engine_runner import EngineRunner
+from trtllm_replayssm.runtime.engine_session import EngineSession
+from trtllm_replayssm.runtime.generate import generate
+from trtllm_replayssm.runtime.torch_session import TorchSession
+
+TOLERANCE = 2e-5
+NEMOTRON = CONFIGS["nemotron_h"]
+
+
+def oracle_of(engine: Engine, **options: Any) -> TorchSession:
+    """The same model in torch, with the slots, window and spec_len of the engine."""
+    model: Any = engine._engine
+    network = engine.config.network
+    return TorchSession(
+        (engine.config.model, model.model.weights),
+        **{
+            "max_batch": engine.config.limits.slots,
+            "max_positions": POSITIONS,
+            "window": network.window,
+            "spec_len": network.spec_len,
+            **options,
+        },
+    )
+
+
+def close(ours: Any, theirs: torch.Tensor) -> None:
+    """Finite, and within the tolerance of the oracle's values."""
+    got, want = torch.as_tensor(np.asarray(ours)).float(), theirs.float()
+    assert got.shape == want.shape
+    assert torch.isfinite(got).all()
+    assert float((got - want).abs().max()) <= TOLERANCE * max(1.0, float(want.abs().max()))
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 37, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Both:
+    """A runner and its oracle, asked the same questions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.runner, self.oracle = EngineRunner(engine), oracle_of(engine)
+
+    def prefill(self, *prompts: list[int]) -> list[int]:
+        seqs, logits = self.runner.prefill(prompts)
+        theirs, want = self.oracle.prefill(prompts)
+        assert seqs == theirs and logits.dtype == np.float32
+        close(logits, want)
+        return seqs
+
+    def step(self, seqs: list[int], new: list[int]) -> None:
+        close(self.runner.step(seqs, new), self.oracle.step(seqs, new))
+
+    def verify(self, seqs: list[int], rows: list[list[int]], accepted: list[int]) -> None:
+        close(self.runner.verify(seqs, rows), self.oracle.verify(seqs, rows))
+        self.runner.commit(seqs, accepted)
+        self.oracle.commit(seqs, accepted)
+
+    def release(self, seqs: list[int]) -> None:
+        self.runner.release(seqs)
+        self.oracle.release(seqs)
+
+    def states(self, seq: int) -> None:
+        want = self.oracle.recurrent_state(seq)
+        got = self.runner.recurrent_state(seq)
+        assert list(got) == list(want)
+        for layer, state in want.items():
+            close(got[layer], state)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("window", [1, 5])
+@pytest.mark.parametrize("name, version", [("nemotron_h", "8.6"), ("qwen3_5", "10"), ("kimi_linear", "10")])
+def test_a_conversation_is_that_of_the_torch_session(name: str, version: str, window: int, graphs: bool) -> None:
+    """Prompts in pieces, steps over flushes, drafts with rejections, rows that come and go, a reused slot."""
+    both = Both(standin_engine(CONFIGS[name], version=version, window=window, graphs=graphs))
+    a, b, c = both.prefill(tokens(13, 0), tokens(1, 1), tokens(6, 2))
+    for i in range(7):
+        both.step([a, b, c] if i % 3 else [c, a], tokens(3 if i % 3 else 2, 10 + i))
+    both.verify([b, a], [tokens(4, 20), tokens(4, 21)], [4, 0])
+    both.states(a)
+    both.states(b)
+    both.verify([a, c], [tokens(3, 22), tokens(3, 23)], [1, 2])
+    both.states(c)
+    both.release([b])
+    (d,) = both.prefill(tokens(9, 3))
+    assert d == b
+    for i in range(4):
+        both.step([d, c], tokens(2, 30 + i))
+        both.verify([a, d], [tokens(2, 40 + i), tokens(2, 50 + i)], [2 * (i % 2), 1])
+    for seq in (a, c, d):
+        both.states(seq)
+    assert [both.runner.length(s) for s in (a, c, d)] == [both.oracle.length(s) for s in (a, c, d)]
+
+
+def test_steps_are_captured_once_and_replayed() -> None:
+    engine = standin_engine(NEMOTRON, window=5)
+    inner: Any = engine._engine
+    runner = EngineRunner(engine)
+    seqs, _ = runner.prefill([tokens(3, i) for i in range(3)])
+    for i in range(6):
+        runner.step(seqs, tokens(3, i))
+    # Eager, eager in its own context, captured there; then replays only, 3 rows padded to 4.
+    steps = [run for run in inner.runs if run[0] == "generation"]
+    assert steps == [("generation", (4, 1), (POSITIONS,))] * 3
+    assert engine.graphs == [(4, 1, POSITIONS)]
+    assert inner.cuda.calls.count("cudaGraphLaunch") == 4
+    assert inner.contexts == 3
+
+
+def test_graphs_give_the_bits_of_eager_steps() -> None:
+    logits = []
+    for graphs in (True, False):
+        runner = EngineRunner(standin_engine(NEMOTRON, window=3, graphs=graphs))
+        seqs, first = runner.prefill([tokens(4, 0), tokens(8, 1)])
+        logits.append([first] + [runner.step(seqs, tokens(2, i)) for i in range(8)])
+    for x, y in zip(*logits, strict=True):
+        close(x, torch.from_numpy(y))
+
+
+def test_only_so_many_graphs_are_kept() -> None:
+    engine = standin_engine(NEMOTRON, slots=2)
+    runner = EngineRunner(engine)
+    seqs, _ = runner.prefill([tokens(2, 0), tokens(2, 1)])
+    engine._graphs.update({(9, 9, i): (None, _Closable()) for i in range(MAX_GRAPHS)})  # type: ignore[misc]
+    for i in range(2):
+        runner.step(seqs, tokens(2, i))
+    assert (
+        len(engine.graphs) == MAX_GRAPHS and engine.graphs[-1] == (2, 1, POSITIONS) and (9, 9, 0) not in engine.graphs
+    )
+
+
+class _Closable:
+    def close(self) -> None:
+        pass
+
+
+def test_pieces_of_a_prompt_are_as_long_as_the_engine_allows() -> None:
+    engine = standin_engine(NEMOTRON, max_input_len=4)
+    inner: Any = engine._engine
+    EngineRunner(engine).prefill([tokens(9, 0), tokens(4, 1), tokens(2, 2)])
+    assert inner.runs == [("context", (3, 4), (1,)), ("context", (1, 4), (4,)), ("context", (1, 1), (8,))]
+
+
+def test_nothing_is_allocated_while_decoding() -> None:
+    engine = standin_engine(NEMOTRON)
+    inner: Any = engine._engine
+    runner = EngineRunner(engine)
+    before = inner.cuda.calls.count("cudaMalloc"), inner.cuda.calls.count("cudaHostAlloc")
+    seqs, _ = runner.prefill([tokens(7, 0)])
+    for i in range(5):
+        runner.step(seqs, tokens(1, i))
+    runner.recurrent_state(seqs[0])
+    assert before == (inner.cuda.calls.count("cudaMalloc"), inner.cuda.calls.count("cudaHostAlloc"))
+    blocks = set(inner.cuda.blocks)
+    engine.close()
+    assert blocks and not inner.cuda.blocks and not inner.cuda.graphs
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_generation_over_an_engine_session(drafts: int) -> None:
+    engine = standin_engine(NEMOTRON, window=4)
+    prompts = [tokens(5, 0) * 2, tokens(3, 1), tokens(7, 2), tokens(2, 3), tokens(4, 4)]
+    session = EngineSession(engine, max_batch=3)
+    assert session.free_slots == 3
+    done = generate(session, prompts, max_new_tokens=14, draft_tokens=drafts)
+    want = generate(oracle_of(engine, max_batch=3), prompts, max_new_tokens=14, draft_tokens=drafts)
+    assert [row.tokens for row in done] == [row.tokens for row in want]
+    assert sum(row.launches for row in done) == sum(row.launches for row in want)
+    seqs, logits = session.prefill([prompts[0]])
+    assert logits.dtype == torch.float32
+    for layer, state in session.recurrent_state(seqs[0]).items():
+        assert state.dtype == torch.float32 and state.shape == (4, 8, 16), layer
+
+
+@pytest.mark.parametrize(
+    "ask, message",
+    [
+        (lambda r: r.prefill([]), "prompts is empty"),
+        (lambda r: r.prefill([[1], []]), "prompt 1 is empty"),
+        (lambda r: r.prefill([[1] * 33]), "prompt 0 has 33 tokens; the position limit is 32"),
+        (lambda r: r.prefill([[37]]), "prompt 0 has token id 37; ids must be from 0 to 36"),
+        (lambda r: r.prefill([[0.5]]), "prompt 0 has dtype float64; token ids must be whole numbers"),
+        (lambda r: r.prefill([[1]] * 3), "3 prompts for 2 free slots of 4"),
+        (lambda r: r.step([9], [1]), "sequence 9 is not live"),
+        (lambda r: r.step([0, 0], [1, 1]), "a sequence may appear only once"),
+        (lambda r: r.step([0], [[1]]), r"tokens has shape \(1, 1\); it must be \[n\]"),
+        (lambda r: r.step([0], [-1]), "tokens has token id -1"),
+        (lambda r: r.step([], np.zeros(0, int)), "seqs is empty"),
+        (lambda r: r.verify([0], [[1] * 5]), "tokens has 5 per row; spec_len allows 1 to 4"),
+        (lambda r: r.verify([0], [1]), r"tokens has shape \(1,\); it must be \[n, T\]"),
+        (lambda r: r.commit([0], [1]), "sequence 0 has no verify to commit"),
+        (lambda r: r.commit([0], [1, 2]), "accepted has 2 entries for 1 sequences"),
+        (lambda r: r.release([8]), "sequence 8 is not live"),
+        (lambda r: r.recurrent_state(7), "sequence 7 is not live"),
+        (lambda r: r.verify([0], [[1, 2]]) is not None and r.step([0], [1]), "has a verify that waits for its commit"),
+        (lambda r: r.verify([1], [[1, 2]]) is not None and r.commit([1], [3]), "accepted of sequence 1 is 3"),
+        (lambda r: r.step([1], [1]), "sequence 1 has 32 tokens; 1 more pass the position limit 32"),
+    ],
+)
+def test_wrong_arguments_change_nothing(ask: Any, message: str) -> None:
+    if "tokens; 1 more" in message:
+        runner = EngineRunner(standin_engine(NEMOTRON))
+        runner.prefill([tokens(5, 0), tokens(32, 1)])
+    else:
+        runner = EngineRunner(standin_engine(NEMOTRON))
+        runner.prefill([tokens(5, 0), tokens(6, 1)])
+    lengths = [runner.length(s) for s in (0, 1)]
+    with pytest.raises(ReplayError, match=message):
+        ask(runner)
+    assert [runner.length(s) for s in (0, 1)] == lengths and runner.free_slots == 2
+
+
+def test_a_run_that_fails_gives_the_slots_back() -> None:
+    engine = standin_engine(NEMOTRON)
+    inner: Any = engine._engine
+    runner = EngineRunner(engine)
+    inner.broken = True
+    with pytest.raises(RuntimeError, match="TensorRT refused to run the engine"):
+        runner.prefill([tokens(3, 0)])
+    assert runner.free_slots == 4
+    inner.broken = False
+    seqs, _ = runner.prefill([tokens(3, 0)])
+    inner.cuda.refuse = {"cudaMemcpyAsync"}
+    with pytest.raises(CudaError, match="cudaMemcpyAsync failed with CUDA error 2: refused by the test"):
+        runner.step(seqs, [1])
+    assert runner.length(seqs[0]) == 3
+
+
+def test_a_capture_that_fails_leaves_the_stream_usable() -> None:
+    engine = standin_engine(NEMOTRON)
+    inner: Any = engine._engine
+
+    def fail() -> None:
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        engine.stream.capture(fail)
+    assert inner.cuda.recording is None and not inner.cuda.graphs
+    engine.stream.synchronize()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_batch": 5}, "max_batch is 5; it must be a whole number from 1 to 4 .the engine's slots."),
+        ({"max_positions": 33}, "max_positions is 33; it must be a whole number from 1 to 32 .the engine's limit."),
+        ({"max_positions": 0}, "max_positions is 0"),
+    ],
+)
+def test_limits_of_the_engine(options: dict[str, int], message: str) -> None:
+    engine = standin_engine(NEMOTRON)
+    for kind in (EngineRunner, EngineSession):
+        with pytest.raises(ReplayError, match=message):
+            kind(engine, **options)
+    runner = EngineRunner(engine, max_batch=2, max_positions=10)
+    assert runner.free_slots == 2 and runner.max_positions == 10
+
+
+def test_teeth_a_cache_that_is_not_written_shows() -> None:
+    engine = standin_engine(NEMOTRON)
+    both = Both(engine)
+    engine.memory.append_kv = lambda rows, tokens: None  # type: ignore[method-assign]
+    seqs = both.prefill(tokens(5, 0))
+    with pytest.raises(AssertionError):
+        both.step(seqs, tokens(1, 1))

@@ -1,0 +1,69 @@
+"""Time of one decode step of an engine with ReplaySSM against the same engine with window 1.
+
+usage: python3.9 tests/engine/bench_step.py ENGINE ENGINE_WINDOW_1 OUT.md        (needs a GPU)
+
+A step is one launch of its CUDA graph: inputs, network, append to the caches. Launches follow each other without a gap;
+their number is a multiple of the window, so that flushes are in the mean. Rows stand at different places of their
+windows (stagger). Median of REPEATS means.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trtllm_replayssm.runtime.cuda import Event, cuda
+from trtllm_replayssm.runtime.engine_runner import EngineRunner
+
+BATCHES = (8, 64, 256, 512)
+LAUNCHES, REPEATS, PROMPT = 64, 7, 16
+
+
+def step_time(runner: EngineRunner, batch: int) -> float:
+    """Microseconds of a step with ``batch`` rows."""
+    engine: Any = runner.engine
+    rng = np.random.default_rng(0)
+    seqs, _ = runner.prefill(rng.integers(1, runner.vocab_size, (batch, PROMPT)).tolist())
+    for _ in range(3):
+        runner.step(seqs, rng.integers(1, runner.vocab_size, batch))
+    graph = next(graph for key, (_, graph) in engine._graphs.items() if key[0] == batch)
+    begin, end = Event(cuda()), Event(cuda())
+    means = []
+    for _ in range(REPEATS):
+        begin.record(engine.stream.handle)
+        for _ in range(LAUNCHES):
+            graph.launch(engine.stream.handle)
+        end.record(engine.stream.handle)
+        means.append(1000 * end.milliseconds_since(begin) / LAUNCHES)
+    runner.release(seqs)
+    return float(np.median(means))
+
+
+def main() -> None:
+    """Time both engines at every batch that they hold, print and append the table."""
+    times: list[dict[int, float]] = []
+    windows = []
+    for directory in sys.argv[1:3]:
+        runner = EngineRunner(directory)
+        windows.append(runner.engine.config.network.window)
+        times.append({batch: step_time(runner, batch) for batch in BATCHES if batch <= runner.free_slots})
+        memory = runner.engine.memory.nbytes / (1 << 30)
+        print(f"window {windows[-1]}: {memory:.1f} GiB of device memory", flush=True)
+        runner.engine.close()
+    lines = [
+        f"| batch | window {windows[0]}, us | window {windows[1]}, us | ratio |",
+        "|---|---|---|---|",
+        *(f"| {b} | {times[0][b]:.1f} | {t:.1f} | {t / times[0][b]:.2f} |" for b, t in times[1].items()),
+    ]
+    print("\n".join(lines), flush=True)
+    with open(sys.argv[3], "a", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
