@@ -10,7 +10,7 @@ from trtllm_replayssm import __version__, kernels
 from trtllm_replayssm.kernels import abi
 
 LIBRARY = kernels.library_path()
-#: What TensorRT looks up in a plugin library, the explicit registration, and what a preloaded library stands in front of.
+#: What TensorRT looks up in a plugin library, the explicit registration, and what a preloaded library interposes.
 TENSORRT_ENTRIES = {
     "getCreators",
     "getPluginCreators",

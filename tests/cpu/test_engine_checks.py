@@ -1,0 +1,109 @@
+"""The checks of tests/engine, on a stand-in engine: they pass on a right one and find a wrong one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_standin import standin_engine
+from network_cases import CONFIGS
+
+from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.engine_runner import EngineRunner
+from trtllm_replayssm.runtime.torch_session import TorchSession
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+import check_model
+
+STEPS, ROWS = 14, 8
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What prepare.py would write, of the stand-in's model."""
+    inner: Any = make_engine()._engine
+    session = TorchSession((CONFIGS["nemotron_h"], inner.model.weights), max_batch=ROWS, max_positions=32)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 37, n).tolist() for n in (3, 1, 9, 4, 2, 5, 7, 6)]
+    seqs, logits = session.prefill(prompts)
+    kept, tokens = [logits], []
+    for _ in range(STEPS):
+        tokens.append(kept[-1].argmax(-1))
+        kept.append(session.step(seqs, tokens[-1]))
+    states = {f"state_{layer}_{seq}": s.numpy() for seq in seqs for layer, s in session.recurrent_state(seq).items()}
+    path = tmp_path_factory.mktemp("expected") / "expected.npz"
+    np.savez(
+        path,
+        prompt_ids=np.array([t for p in prompts for t in p], np.int32),
+        prompt_lengths=np.array([len(p) for p in prompts], np.int32),
+        tokens=torch.stack(tokens, 1).numpy(),
+        logits=torch.stack(kept, 1).numpy(),
+        **states,
+    )
+    return path
+
+
+def make_engine() -> Engine:
+    return standin_engine(CONFIGS["nemotron_h"], slots=ROWS, window=5)
+
+
+def check_of(engine: Engine, expected: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(check_model, "EngineRunner", lambda directory: EngineRunner(engine))
+    monkeypatch.setattr(check_model, "PHASE_STEPS", 3)
+    return check_model.Check("", str(expected))
+
+
+def test_a_right_engine_passes_every_check(expected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = check_of(make_engine(), expected, monkeypatch)
+    check.generate(STEPS)
+    check.phases()
+    monkeypatch.setattr(check_model, "PHASE_STEPS", 1)
+    check.drafts()
+    check.graph_bits(4)
+    worst = check.worst
+    assert worst.failures == [] and worst.differing == 0
+    assert worst.positions > ROWS * STEPS + 100 and 0 < worst.logits < 1e-5 and 0 < worst.states < 1e-5
+
+
+@pytest.mark.parametrize("what", ["logits", "state", "nothing captured", "graph", "nan", "choice"])
+def test_a_wrong_engine_is_found(expected: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    check = check_of(engine, expected, monkeypatch)
+    memory = engine.memory
+    logits, states = memory.host_logits, memory.recurrent_state
+    steps, count = STEPS, [0]
+
+    def bent(rows: int, n: int) -> np.ndarray:
+        out = logits(rows, n)
+        count[0] += 1
+        if what == "logits" or (what == "graph" and count[0] == 3):
+            out[-1, 0, 5] *= 1.001
+        if what == "nan":
+            out[0, 0, 0] = np.nan
+        if what == "choice":
+            out[0] = -out[0]
+        return out
+
+    monkeypatch.setattr(memory, "host_logits", bent)
+    if what == "state":
+        wrong = {layer: state * 1.01 for layer, state in states(0, -1).items()}
+        monkeypatch.setattr(memory, "recurrent_state", lambda slot, accepted: wrong)
+    if what == "nothing captured":
+        monkeypatch.setattr(engine, "_worth_capturing", lambda key: False)
+    if what in ("nothing captured", "graph"):
+        check.graph_bits(4)
+    else:
+        check.generate(steps)
+    said = " ".join(check.worst.failures)
+    assert {
+        "logits": "logits differ by",
+        "state": "the state differs by",
+        "nothing captured": "no step was captured in a graph",
+        "graph": "captured steps and eager ones differ",
+        "nan": "logits are not finite",
+        "choice": "another choice although the best logits are",
+    }[what] in said
