@@ -202,6 +202,11 @@ class StandInEngine:
     def get_tensor_name(self, i: int) -> str:
         return self.model.io.tensors[i].name
 
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        tensor = self.model.io.get(name)
+        assert tensor is not None
+        return tensor.dims
+
     def create_execution_context_without_device_memory(self) -> StandInContext:
         self.contexts += 1
         return StandInContext(self)

@@ -23,13 +23,24 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_target(target: Path, *, overwrite: bool, is_ours: Callable[[Path], bool], what: str) -> None:
+def check_target(
+    target: Path, *, overwrite: bool, is_ours: Callable[[Path], bool], what: str, inputs: Sequence[Path] = ()
+) -> None:
     """Raise ReplayError unless a directory can be made at ``target``.
 
     Args:
         target: absolute path. overwrite: whether a directory that ``is_ours`` may be replaced.
         what: how messages call such a directory (``an engine directory of this package``).
+        inputs: paths that will be read; a ``target`` that holds one of them is refused.
     """
+    try:
+        _check_target(target, overwrite, is_ours, what)
+        _check_inputs(target, inputs)
+    except OSError as error:
+        raise ReplayError(f"{target} cannot be written: {error.strerror or error}") from None
+
+
+def _check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool], what: str) -> None:
     require("\0" not in str(target), f"output {str(target)!r} has a zero byte in its name")
     require(not os.path.islink(target), f"{target} is a symbolic link; give the directory itself")
     above = next(path for path in (*target.parents, Path("/")) if os.path.exists(path))
@@ -38,6 +49,14 @@ def check_target(target: Path, *, overwrite: bool, is_ours: Callable[[Path], boo
         return
     require(overwrite, f"{target} exists; choose another directory or overwrite it (--overwrite)")
     require(os.path.isdir(target) and is_ours(target), f"{target} is not {what}; it is not overwritten")
+
+
+def _check_inputs(target: Path, inputs: Sequence[Path]) -> None:
+    here = Path(os.path.realpath(target))
+    for path in inputs:
+        real = Path(os.path.realpath(path))
+        inside = os.path.exists(target) and here in (real, *real.parents)
+        require(not inside, f"{target} holds the input {path}; overwriting would delete it: choose another directory")
 
 
 @contextmanager
@@ -52,11 +71,7 @@ def written_directory(target: Path, inputs: Sequence[Path] = ()) -> Iterator[Pat
     Raises:
         ReplayError: ``target`` holds one of ``inputs``, or cannot be written.
     """
-    here = Path(os.path.realpath(target))
-    for path in inputs:
-        real = Path(os.path.realpath(path))
-        inside = os.path.exists(target) and here in (real, *real.parents)
-        require(not inside, f"{target} holds the input {path}; overwriting would delete it: choose another directory")
+    _check_inputs(target, inputs)
     part = target.parent / f".{target.name}.part"
     made: list[Path] = []
     try:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping, Union
+from typing import Any
 
 from .errors import ReplayError, require
 from .spec import DTYPE_BYTES, MAMBA2, ConvSpec, RecurrenceSpec
@@ -109,7 +110,7 @@ class _Builder:
 class _Layout:
     """Behaviour shared by SlotLayout and ConvLayout; ``spec`` and ``_build`` come from the subclass."""
 
-    spec: Union[RecurrenceSpec, ConvSpec]
+    spec: RecurrenceSpec | ConvSpec
     kind: str
 
     def __init__(self, spec: Any) -> None:

@@ -20,8 +20,9 @@ import ctypes
 import functools
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -147,7 +148,7 @@ def plugin_fields(trt: Any, name: str, values: Mapping[str, Any]) -> list[Any]:
     return made
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _held(type_: str, value: float) -> np.ndarray:
     """The array [1] of a value, the same one each time and never freed: a PluginField holds its address alone."""
     return np.array([value], dtype=np.float32 if type_ == FLOAT32 else np.int32)
@@ -168,7 +169,7 @@ def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:
     return _load(str(library_path() if path is None else path))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load(path: str) -> ctypes.CDLL:
     if not os.path.isfile(path):
         raise ReplayError(f"plugin library {path} does not exist; build it with `make lib` (needs nvcc)")
@@ -205,15 +206,20 @@ def register(
 
     Args:
         logger: address of an ``nvinfer1::ILogger`` that outlives the process's engines, or None for stderr.
-        namespace: of the creators.
+        namespace: of the creators: a name of printable characters without blanks.
 
     Returns:
         One line for each creator that the library has registered in that namespace: name, version, namespace,
         interface, library.
 
     Raises:
-        ReplayError: no TensorRT is loaded (import tensorrt first), or none that the library knows; as load_library.
+        ReplayError: another kind of logger or namespace; no TensorRT is loaded (import tensorrt first), or none that
+            the library knows; as load_library.
     """
+    address = logger is None or (isinstance(logger, int) and not isinstance(logger, bool) and logger > 0)
+    require(address, f"logger is {logger!r}; it must be None or the address of an nvinfer1::ILogger")
+    named = isinstance(namespace, str) and namespace.isprintable() and namespace.split() == [namespace]
+    require(named, f"namespace is {namespace!r}; it must be a name without blanks")
     library = load_library(path)
     done = library.initTrtllmReplaySsmPlugins(logger, namespace.encode())
     lines = plugin_status(path).splitlines()
@@ -239,7 +245,9 @@ def _refuse_unknown(name: str, values: Mapping[str, Any]) -> None:
 def _array(plugin: str, field: str, spec: PluginFieldSpec, value: Any) -> np.ndarray:
     number = isinstance(value, (int, float, np.integer, np.floating, np.bool_))
     if spec.type == FLOAT32:
-        require(number and not math.isnan(value), f"field {field} of {plugin} is {value!r}; it must be a number")
+        require(number and value == value, f"field {field} of {plugin} is {value!r}; it must be a number")
+        fits = value == 0 or abs(value) == math.inf or 2.0**-126 <= abs(value) < 2.0**128 - 2.0**103
+        require(fits, f"field {field} of {plugin} is {value!r}; it must be 0, infinite or a normal float32")
         return np.array([value], dtype=np.float32)
     whole = number and not isinstance(value, (float, np.floating))
     require(whole, f"field {field} of {plugin} is {value!r}; it must be a whole number")

@@ -10,8 +10,9 @@ Delta Attention (KDA) have HV = nheads value heads, HK = ngroups key heads, V = 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Mapping
+from typing import Any
 
 from .errors import ReplayError, require
 

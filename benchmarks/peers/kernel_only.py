@@ -1,6 +1,6 @@
-"""Makes a folder with the peers' Mamba-2 kernels alone, for machines where the whole packages cannot be installed.
+"""Makes a folder with the peers' kernels alone, for machines where the whole packages cannot be installed.
 
-    pip download --no-deps --dest wheels vllm==0.33.0 flashinfer-python==0.7.4 mamba-ssm==2.3.2.post1
+    pip download --no-deps --dest wheels vllm==0.33.0 flashinfer-python==0.7.4 mamba-ssm==2.3.2.post1 fla-core==0.6.0
     python -m benchmarks.peers.kernel_only --wheels wheels --output kernels
     PYTHONPATH=kernels python -m benchmarks.bench_against_peers
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from trtllm_replayssm.errors import ReplayError
 
 _VLLM_OPS = "vllm/model_executor/layers/mamba/ops/"
+_VLLM_FLA = "vllm/third_party/flash_linear_attention/ops/"
 #: Archive pattern -> files wanted, as patterns of paths inside the archive (a leading folder of an sdist left out).
 WANTED = {
     "vllm-*.whl": (
@@ -32,6 +33,7 @@ WANTED = {
         f"{_VLLM_OPS}triton_helpers.py",
         f"{_VLLM_OPS}ssd_[bcs]*.py",
         f"{_VLLM_OPS}configs/selective_state_update/*NVIDIA*",
+        f"{_VLLM_FLA}*.py",
         "*.dist-info/METADATA",
     ),
     "flashinfer_python-*.whl": (
@@ -49,6 +51,7 @@ WANTED = {
         "flashinfer/data/csrc/flashinfer_mamba_binding.cu",
         "*.dist-info/METADATA",
     ),
+    "fla_core-*.whl": ("fla/*.py", "*.dist-info/METADATA"),
     "mamba_ssm-*.tar.gz": (
         "mamba_ssm/ops/triton/[ls]*.py",
         "mamba_ssm/ops/triton/k_activations.py",
@@ -60,7 +63,7 @@ WANTED = {
 #: What FlashInfer's kernels include.
 HEADERS = ("flashinfer/data/include/*", "flashinfer/data/cutlass/include/*")
 #: Packages whose own __init__ is kept; all others are left empty.
-KEPT_INIT = ("flashinfer/autotuner/", "flashinfer/trace/", "flashinfer/jit/mamba/")
+KEPT_INIT = ("fla/", "flashinfer/autotuner/", "flashinfer/trace/", "flashinfer/jit/mamba/")
 STAND_INS = {
     "vllm/envs.py": "VLLM_TUNED_CONFIG_FOLDER = None\n",
     "vllm/_custom_ops.py": "",
@@ -84,11 +87,13 @@ class _Cuda:
     def is_cuda(self):
         return True
 
+    is_cuda_alike = is_cuda
+
     def is_device_capability(self, capability):
         major, minor = torch.cuda.get_device_capability()
         return capability in (major * 10 + minor, (major, minor))
 
-    def is_device_capability_family(self, family):
+    def is_device_capability_family(self, family, device_id=0):
         return torch.cuda.get_device_capability()[0] * 10 == family
 
     def is_cpu(self):
@@ -98,7 +103,20 @@ class _Cuda:
 
 current_platform = _Cuda()
 """,
-    "vllm/triton_utils.py": "import triton\nimport triton.language as tl\n\nHAS_TRITON = True\n",
+    "vllm/triton_utils.py": """\
+import triton
+import triton.language as tl
+import triton.language.extra.libdevice as tldevice
+
+HAS_TRITON = True
+""",
+    "vllm/utils/gpu_sync_debug.py": "import contextlib\n\ngpu_sync_allowed = contextlib.nullcontext\n",
+    "vllm/utils/torch_utils.py": """\
+import torch
+
+def async_tensor_h2d(data, dtype, device):
+    return torch.as_tensor(data).to(device=device, dtype=dtype)
+""",
     "vllm/utils/platform_utils.py": """\
 import torch
 

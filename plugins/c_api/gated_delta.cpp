@@ -1,5 +1,5 @@
-//! Step, scan and materialize of Gated DeltaNet (GDN) and Kimi Delta Attention (KDA): checks, then params.h structs, then
-//! launch.
+//! Step, scan and materialize of Gated DeltaNet (GDN) and Kimi Delta Attention (KDA): checks, then params.h structs,
+//! then launch.
 #include "../common/slot_layout.h"
 #include "../gated_delta_replay/params.h"
 #include "guard.h"

@@ -195,9 +195,10 @@ typedef struct replayssm_mamba2_scan_params {
     int32_t reserved;
 } replayssm_mamba2_scan_params;
 
-/* o = one step of `tokens` tokens of Gated DeltaNet (GDN) or Kimi Delta Attention (KDA) for each of `rows` sequences. q,
- * k, v, o have act_dtype, 16-byte aligned data and strides; a and b are the raw projections (before gate and sigmoid), of
- * any strides, fp32, bf16 or fp16; A_log and dt_bias are fp32. slots outside [0, pool.slots) are padding rows. */
+/* o = one step of `tokens` tokens of Gated DeltaNet (GDN) or Kimi Delta Attention (KDA) for each of `rows` sequences.
+ * q, k, v, o have act_dtype, 16-byte aligned data and strides; a and b are the raw projections (before gate and
+ * sigmoid), of any strides, fp32, bf16 or fp16; A_log and dt_bias are fp32. slots outside [0, pool.slots) are padding
+ * rows. */
 typedef struct replayssm_gated_delta_step_params {
     uint32_t struct_size;
     int32_t rows;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../c_api/replayssm.h"
+#include "../common/step_work.h"
 #include "step_shared.h"
 
 #include <cuda_runtime.h>
@@ -42,15 +43,6 @@ struct Mamba2Inputs {
     float dt_max = 0.0f;
 };
 
-//! A step's tensor [rows, tokens, heads or groups, ...]: 32-bit strides (checked by the launcher) keep addresses cheap.
-struct StepTensor {
-    const void* data = nullptr;
-    int row = 0;
-    int token = 0;
-    int head = 0;
-    int dtype = 0;
-};
-
 struct StepInputs {
     StepTensor x, dt, B, C, z, y;
     StepTensor A, dt_bias; // stride along heads in `head`
@@ -58,16 +50,6 @@ struct StepInputs {
     bool dt_softplus = true;
     float dt_min = 0.0f;
     float dt_max = 0.0f;
-};
-
-//! Division of numbers below 2^31 by a number known on the host: a multiplication and a correction.
-struct Divisor {
-    uint32_t value = 1;
-    uint32_t multiplier = 0; // ceil(2^32 / value), 0 for 1
-
-    Divisor() = default;
-    explicit Divisor(uint32_t by)
-        : value(by), multiplier(by == 1 ? 0 : static_cast<uint32_t>((0x100000000ull + by - 1) / by)) {}
 };
 
 //! A run of rows whose heads are cut alike: blocks of `heads` heads, `blocks_per_row` = H / heads * splits of them a

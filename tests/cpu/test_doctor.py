@@ -136,7 +136,7 @@ def test_broken_packages_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tokenizers="import os, sys; print('bye', file=sys.stderr, flush=True); os._exit(3)",
         jinja2="raise SystemExit(4)",
         matplotlib="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-        tensorrt="print('welcome to stdout'); __version__ = '11.0'",
+        tensorrt="print('welcome to stdout'); __version__ = '12.0'",
         tensorrt_rtx="__version__ = '1.2'",
         tensorrt_llm="import a_missing_dependency",
         safetensors="__version__ = 7",
@@ -152,7 +152,7 @@ def test_broken_packages_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert results["rich"]["detail"] == "RuntimeError: half installed"
     assert results["tokenizers"]["detail"] == "the process ended with exit code 3: bye"
     assert results["matplotlib"]["detail"].startswith("the process ended with signal 11")
-    assert (results["tensorrt"]["version"], results["tensorrt"]["detail"]) == ("11.0", "needs >= 8.6 and < 11")
+    assert (results["tensorrt"]["version"], results["tensorrt"]["detail"]) == ("12.0", "needs >= 8.6 and < 12")
     assert "a_missing_dependency" in results["tensorrt_llm"]["detail"]
     assert "no version" in results["safetensors"]["detail"]
     hung = probes.run_in_child(["numpy", "cmake"], timeout=3)
@@ -321,7 +321,7 @@ def test_parts_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     part = command._part("tensorrt", MISSING)
     assert (part["do"], part["detail"]) == ("", f"not used by version {__version__}")
     monkeypatch.setitem(command._PART_MODULES, "tensorrt", "plan")
-    assert command._part("tensorrt", MISSING)["do"] == "pip install 'tensorrt>=10,<11'"
+    assert command._part("tensorrt", MISSING)["do"] == "pip install 'tensorrt>=10,<12'"
 
 
 def test_unsupported_python(monkeypatch: pytest.MonkeyPatch) -> None:

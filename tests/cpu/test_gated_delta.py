@@ -189,3 +189,18 @@ def test_pool_of_another_kind_is_refused() -> None:
         ReplayError, match="pool holds mamba2; this operation needs a pool of gated_delta or kimi_delta"
     ):
         gated_delta_step(pool, **_arguments("gated_delta", False))
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta"])
+def test_fp16_rows_of_a_large_state_stay_finite(kind):
+    """d leaves fp16's range, the outputs do not: the ring keeps fp16's largest number, and later outputs are finite."""
+    spec = small_spec(kind, act_dtype="float16", window=4, stagger=False)
+    inputs = make_inputs(spec, 2, 6, regime="weak")
+    pool, slots = StatePool.allocate(SlotLayout(spec), 2), torch.tensor([0, 1])
+    pool["state"].copy_(torch.randn(pool["state"].shape, generator=torch.Generator().manual_seed(1)) * 1e5)
+    largest = 0.0
+    for t in range(6):
+        o = gated_delta_step(pool, slots, **inputs.span(t, t + 1), **inputs.params, scale=0.02)
+        assert torch.isfinite(o).all()
+        largest = max(largest, float(pool["ring_d"].abs().max()))
+    assert largest == torch.finfo(torch.float16).max

@@ -6,6 +6,7 @@ the kernels compute is tested in tests/gpu.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
 import itertools
@@ -18,7 +19,8 @@ import torch
 from replay_cases import make_inputs, small_spec
 
 from trtllm_replayssm import ConvLayout, ConvSpec, RecurrenceSpec, ReplayError, SlotLayout, kernels, reference
-from trtllm_replayssm.kernels import abi, library
+from trtllm_replayssm.kernels import abi, gated_delta, library, mamba2, tensors
+from trtllm_replayssm.kernels import state as lifecycle
 from trtllm_replayssm.pool import StatePool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,8 @@ STRUCTS = {
     "replayssm_step_tuning": abi.CStepTuning,
     "replayssm_mamba2_step_params": abi.Mamba2StepParams,
     "replayssm_mamba2_scan_params": abi.Mamba2ScanParams,
+    "replayssm_gated_delta_step_params": abi.GatedDeltaStepParams,
+    "replayssm_gated_delta_scan_params": abi.GatedDeltaScanParams,
     "replayssm_materialize_params": abi.MaterializeParams,
     "replayssm_reset_params": abi.ResetParams,
     "replayssm_conv_step_params": abi.ConvStepParams,
@@ -124,7 +128,7 @@ def test_structs_have_the_same_members_at_the_same_places(host):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"struct_size": 12}, "spec.struct_size is 12; this library .ABI 1. knows"),
+        ({"struct_size": 12}, f"spec.struct_size is 12; this library .ABI {abi.ABI_VERSION}. knows"),
         ({"kind": 4}, "spec.kind is 4; it must be from 1 to 3"),
         ({"nheads": 0}, "spec.nheads is 0; it must be from 1 to 1024"),
         ({"ngroups": 3}, "spec.ngroups is 3; it must divide spec.nheads, which is 4"),
@@ -178,7 +182,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
 def test_another_abi_is_refused(tmp_path):
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int replayssm_abi_version() { return 77; }\n')
-    with pytest.raises(ReplayError, match="has ABI 77; this package needs 1"):
+    with pytest.raises(ReplayError, match=f"has ABI 77; this package needs {abi.ABI_VERSION}:"):
         library.bind(compile_library(tmp_path, source, abi_version=77))
 
 
@@ -222,6 +226,87 @@ def test_cpu_pools_go_through_the_reference():
         for op, p in zip((kernels, reference), pools, strict=True)
     ]
     assert torch.equal(*scans)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta"])
+def test_cpu_pools_of_the_delta_rule_go_through_the_reference(kind):
+    """Same bits as the reference, without a library; `out` is filled; materialize takes no A."""
+    spec = small_spec(kind, spec_len=2)
+    inputs = make_inputs(spec, 3, 6)
+    pools = [StatePool.allocate(SlotLayout(spec), 4) for _ in range(2)]
+    slots = torch.tensor([2, 0, -1])
+    for first in (0, 2, 4):
+        step = inputs.span(first, first + 2)
+        out = torch.empty_like(step["v"])
+        o = kernels.gated_delta_step(pools[0], slots, **step, **inputs.params, scale=0.5, out=out)
+        assert o is out
+        assert torch.equal(o, reference.gated_delta_step(pools[1], slots, **step, **inputs.params, scale=0.5))
+    for op, pool in zip((kernels, reference), pools, strict=True):
+        op.materialize(pool, slots[:1], torch.tensor([1]), torch.tensor([3]))
+    tokens, bounds = inputs.packed([(0, 0, 5), (1, 0, 2)])
+    scans = [
+        op.gated_delta_scan(p, slots[:2], **tokens, **inputs.params, cu_seqlens=bounds)
+        for op, p in zip((kernels, reference), pools, strict=True)
+    ]
+    assert torch.equal(*scans)
+    assert torch.equal(pools[0].memory, pools[1].memory)
+
+
+@pytest.fixture
+def claimed(monkeypatch):
+    """CPU pools are taken for CUDA ones; what passes the binding's own checks is noted in place of a library call."""
+    calls = []
+    for module in (mamba2, gated_delta, lifecycle):
+        monkeypatch.setattr(module, "on_gpu", lambda pool: True)
+        monkeypatch.setattr(module, "call", lambda name, params, stream: calls.append((name, params)))
+    monkeypatch.setattr(tensors, "stream_of", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return calls
+
+
+def test_delta_arguments_are_checked_by_name(claimed):
+    spec = small_spec("kimi_delta", spec_len=2, act_dtype="bfloat16")
+    inputs, slots = make_inputs(spec, 2, 2), torch.tensor([0, 1], dtype=torch.int32)
+    pool, good = StatePool.allocate(SlotLayout(spec), 2), inputs.span(0, 1) | inputs.params
+
+    def refused(message, **changes):
+        with pytest.raises(ReplayError, match=message):
+            kernels.gated_delta_step(pool, changes.pop("slots", slots), **(good | changes))
+
+    refused(r"q has shape \[2, 2, 8\]; it must be \[rows, T, HK, K\]", q=good["q"][:, 0])
+    refused(r"v has shape .*it must be \[2, 1, 4, 16\]", v=good["v"][:, :, :2])
+    refused("k is torch.float32; it must be torch.bfloat16, the spec's act_dtype", k=good["k"].float())
+    refused(r"a has shape \[2, 1, 4\]; it must be \[2, 1, 4, 8\]", a=good["a"][..., 0])
+    refused(r"b has shape \[2, 1, 4, 8\]; it must be \[2, 1, 4\]", b=good["a"])
+    refused(r"A_log has shape \[1\]; it must be \[4\]", A_log=good["A_log"][:1])
+    refused("dt_bias is torch.int64; it must be a floating dtype", dt_bias=good["dt_bias"].long())
+    refused("slots is torch.int16; it must be int32 or int64", slots=slots.short())
+    refused(r"accepted has shape \[1\]; it must be \[2\]", accepted=slots[:1])
+    refused("scale is 0.0; it must be a finite number other than 0", scale=0.0)
+    refused("scale is inf; it must be a finite number", scale=float("inf"))
+    refused("out is torch.float32; it must be torch.bfloat16", out=good["v"].float())
+    with pytest.raises(ReplayError, match="pool holds mamba2; this operation needs gated_delta or kimi_delta"):
+        kernels.gated_delta_step(StatePool.allocate(SlotLayout(small_spec("mamba2")), 1), slots, **good)
+    with pytest.raises(ReplayError, match="A is given for a kimi_delta pool"):
+        kernels.materialize(pool, slots, slots, slots, A=torch.ones(4))
+    assert not claimed
+
+
+def test_delta_parameters_arrive_as_the_c_interface_wants_them(claimed):
+    """Strides of a view, 16-bit parameters widened, scale 0 for the default, sizes of the step and of the scan."""
+    spec = small_spec("kimi_delta", spec_len=2)
+    inputs, slots = make_inputs(spec, 2, 2), torch.tensor([0, 1], dtype=torch.int32)
+    pool, good = StatePool.allocate(SlotLayout(spec), 2), inputs.span(0, 2) | inputs.params
+    wide = torch.zeros(2, 2, 4, 3, 8)
+    kernels.gated_delta_step(pool, slots, **(good | {"a": wide[..., 1, :], "A_log": good["A_log"].half()}))
+    bounds = torch.tensor([0, 1, 3])
+    packed = {n: v.flatten(0, 1)[:3] for n, v in inputs.tokens.items()}
+    kernels.gated_delta_scan(pool, slots, **packed, **inputs.params, cu_seqlens=bounds, scale=2.0, exact=True)
+    (step_name, step), (scan_name, scan) = claimed
+    assert (step_name, scan_name) == ("replayssm_gated_delta_step", "replayssm_gated_delta_scan")
+    assert (step.rows, step.tokens, step.scale, list(step.a.strides)) == (2, 2, 0.0, [192, 96, 24, 1])
+    assert step.A_log.dtype == abi.DTYPE_CODES["float32"] and step.accepted.data is None
+    assert (scan.sequences, scan.tokens, scan.scale, scan.exact, scan.cu_seqlens.bits) == (2, 3, 2.0, 1, 64)
 
 
 def test_cpu_convolutions_go_through_the_reference():

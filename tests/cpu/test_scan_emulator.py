@@ -7,19 +7,11 @@ that.
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import site
 import subprocess
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PLUGINS = ROOT / "plugins"
-EMULATOR = ROOT / "tests" / "emulator"
-FLAGS = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+from emulator_build import build, cuda_include
 
 # Whole chunks of 64 tokens, one token more and less, one token, none, several chunks. Sequences alternate between an
 # empty start and a slot with a state and ring rows; the third is padding.
@@ -51,74 +43,6 @@ CASES = {
 }
 
 
-def cuda_include() -> Path:
-    """Folder of the CUDA headers: of the toolkit that nvcc belongs to, of CUDA_HOME, or of the PyPI wheels."""
-    candidates = []
-    nvcc = shutil.which(os.environ.get("NVCC") or "nvcc")
-    if nvcc:
-        candidates.append(Path(nvcc).resolve().parents[1] / "include")
-    if os.environ.get("CUDA_HOME"):
-        candidates.append(Path(os.environ["CUDA_HOME"]) / "include")
-    candidates.append(Path("/usr/local/cuda/include"))
-    candidates += [Path(root) / "nvidia/cu13/include" for root in (*site.getsitepackages(), site.getusersitepackages())]
-    needed = ("cuda_runtime.h", "cuda_bf16.h", "crt/host_defines.h")
-    for folder in candidates:
-        if all((folder / name).is_file() for name in needed):
-            return folder
-    pytest.fail("the CUDA headers are not there: run `make lib` first, which installs them where there is no toolkit")
-
-
-def replace_once(text: str, old: str, new: str) -> str:
-    assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times: the kernel's source has changed"
-    return text.replace(old, new)
-
-
-def without_ptx(source: str, host: str) -> str:
-    """scan_mma_ptx.cuh less the functions that are PTX, which `host` defines; all others stay the kernel's own."""
-    kept, dropped = [], set()
-    for part in source.split("\n\n"):
-        if "asm" in part:
-            dropped |= set(re.findall(r"__forceinline__ [^()]*?(\w+)\(", part.split("asm")[0]))
-            dropped |= set(re.findall(r"^class (\w+)", part, re.MULTILINE))
-        else:
-            kept.append(part)
-    dropped.discard("init")  # a method of SplitBarrier
-    assert {"ldmatrix", "mma", "warpgroup_mma", "copy16", "SplitBarrier"} <= dropped, sorted(dropped)
-    missing = [name for name in dropped if not re.search(rf"\b{name}\b", host)]
-    assert not missing, f"the emulator lacks {missing}"
-    text = "\n\n".join(kept)
-    for name in ("split(", "pack_bf16(", "silu_fast(", "low_bf16(", "struct SharedMatrix", "REPLAYSSM_WGMMA 1"):
-        assert name in text, f"{name} is no longer the kernel's own"
-    return replace_once(text, '#include "../common/async_copy.cuh"', '#include "scan_mma_ptx_host.cuh"')
-
-
-def build(folder: Path, corruption: tuple[str, str, str] | None = None) -> Path:
-    """The emulator, compiled; corruption: (header, text, other text) to change in the kernel first."""
-    for part in ("common", "mamba2_replay", "c_api"):
-        (folder / part).mkdir(parents=True)
-        for header in (*(PLUGINS / part).glob("*.h"), *(PLUGINS / part).glob("*.cuh")):
-            shutil.copy(header, folder / part)
-    ptx = folder / "mamba2_replay" / "scan_mma_ptx.cuh"
-    ptx.write_text(without_ptx(ptx.read_text(), (EMULATOR / "scan_mma_ptx_host.cuh").read_text()))
-    shutil.copy(EMULATOR / "scan_mma_ptx_host.cuh", folder / "mamba2_replay")
-    copies = folder / "common" / "async_copy.cuh"
-    assert "shared_address(" in copies.read_text()
-    shutil.copy(EMULATOR / "async_copy_host.cuh", copies)
-    for header in (folder / "mamba2_replay").glob("scan_mma*.cuh"):
-        assert "asm" not in re.findall(r"\w+", header.read_text()), f"{header.name} has PTX"
-    if corruption:
-        header, old, new = corruption
-        changed = folder / "mamba2_replay" / header
-        changed.write_text(replace_once(changed.read_text(), old, new))
-    program = folder / "scan_emulator"
-    include = cuda_include()
-    folders = [f"-I{EMULATOR}", f"-I{folder}", f"-I{include}", f"-I{include / 'cccl'}"]
-    command = ["c++", *FLAGS, *folders, str(EMULATOR / "scan_emulator.cpp"), "-o", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return program
-
-
 def launch(program: Path, **changes: object) -> subprocess.CompletedProcess[str]:
     options: dict[str, object] = {"heads": 4, "groups": 2, "headdim": 64, "dstate": 128, "heads-per-block": 2}
     options |= {"product": "warp", "regime": "usual", "gate": 1, "first-warp": "first", "lengths": RAGGED} | changes
@@ -140,7 +64,7 @@ def faults(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("emulator"))
+    return build(tmp_path_factory.mktemp("emulator"), "scan_emulator", "mamba2_replay")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,7 +107,7 @@ CORRUPTIONS = {
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_corrupted_kernel_is_caught(tmp_path: Path, name: str) -> None:
-    corrupted = build(tmp_path, CORRUPTIONS[name])
+    corrupted = build(tmp_path, "scan_emulator", "mamba2_replay", CORRUPTIONS[name])
     product = "warpgroup" if "product" in name else "warp"
     found = faults(launch(corrupted, product=product, groups=1, lengths=SHORT))
     assert found != []

@@ -7,6 +7,7 @@ message for what is missing or wrong; that nothing here needs tensorrt_llm befor
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -93,6 +94,9 @@ def test_command_line(llm: Any, checkpoint: Path, tmp_path: Path, capsys: pytest
     out = capsys.readouterr()
     assert f"engine written to {tmp_path / 'engine'}" in out.out and out.err == ""
     assert load.check_engine(tmp_path / "engine")["window"] == 4
+    assert main([*words, "--overwrite", "--max-positions", "16"]) == 0
+    assert json.loads((tmp_path / "engine" / "config.json").read_text())["build_config"]["max_input_len"] == 16
+    capsys.readouterr()
     assert main([*words, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["window"] == 16
     assert main(words) == 2
@@ -138,8 +142,15 @@ def test_overwrite(llm: Any, checkpoint: Path, engine_dir: Path, tmp_path: Path)
     assert not (engine_dir / "old").exists()
     with pytest.raises(ReplayError, match="is not an engine directory of this package; it is not overwritten"):
         build.build(tmp_path / "checkpoint", checkpoint, overwrite=True)
-    with pytest.raises(ReplayError, match=r"cannot be made: .* is not a directory"):
-        build.build(checkpoint, tmp_path / "none" / "engine")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ReplayError, match=r"cannot be made: .*file is not a directory"):
+        build.build(checkpoint, tmp_path / "file" / "engine")
+    inner = shutil.copytree(checkpoint, engine_dir / "checkpoint")
+    with pytest.raises(ReplayError, match=r"holds the input .*; overwriting would delete it"):
+        build.build(inner, engine_dir, overwrite=True)
+    assert (inner / "config.json").is_file()
+    build.build(checkpoint, tmp_path / "none" / "engine", max_input_len=32)
+    assert (tmp_path / "none" / "engine" / "rank0.engine").is_file()
 
 
 BAD_OPTIONS = [

@@ -21,4 +21,25 @@ inline char* at_shared(uint32_t address, uint32_t bytes) {
     return smem + (address - kSharedStart);
 }
 
+inline emulator::Copies& own_copies() { return emulator::block->copies[threadIdx.x]; }
+
+inline void complete(const std::vector<emulator::Copy>& copies) {
+    for (const emulator::Copy& copy : copies) {
+        char* target = at_shared(copy.target, copy.bytes);
+        if (copy.exists) std::memcpy(target, copy.source, copy.bytes);
+        if (!copy.exists) std::memset(target, 0, copy.bytes);
+    }
+}
+
+template <int kBytes>
+void copy_piece(void* target, const void* source) {
+    if (reinterpret_cast<uintptr_t>(source) % kBytes != 0) emulator::fail("source of a copy is not aligned");
+    own_copies().open.push_back({shared_address(target), source, true, kBytes});
+}
+
+inline void wait_for_own_copies() {
+    complete(own_copies().open);
+    own_copies().open.clear();
+}
+
 } // namespace replayssm

@@ -26,10 +26,14 @@
 #undef __shared__
 #undef __launch_bounds__
 #undef __grid_constant__
+#undef __maxnreg__
+#undef __align__
 #define __global__
 #define __shared__
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __maxnreg__(...)
+#define __align__(...)
 #define __CUDA_ARCH_FEAT_SM90_ALL // kernels with warpgroup products are compiled, too
 
 using std::max;
@@ -74,11 +78,12 @@ struct Team {
     void* brought[kCount];
 };
 
-//! 16 bytes on their way to shared memory; zeros where the source does not exist.
+//! Bytes on their way to shared memory; zeros where the source does not exist.
 struct Copy {
     uint32_t target;
     const void* source;
     bool exists;
+    uint32_t bytes = 16;
 };
 
 //! Asynchronous copies of one thread. They take place when the thread waits for them or reports them to a barrier, not
@@ -223,14 +228,39 @@ T __shfl_sync(unsigned, T value, int lane) {
     return emulator::shuffle("__shfl_sync", value, [=](int) { return lane; });
 }
 template <class T>
+T __shfl_sync(unsigned, T value, int lane, int width) {
+    return emulator::shuffle("__shfl_sync", value, [=](int own) { return own / width * width + lane % width; });
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulator::shuffle("__shfl_xor_sync", value, [=](int lane) { return lane ^ mask; });
+}
+template <class T>
 T __shfl_up_sync(unsigned, T value, int distance, int width = emulator::kLanes) {
     return emulator::shuffle(
         "__shfl_up_sync", value, [=](int lane) { return lane % width < distance ? lane : lane - distance; });
 }
 
+template <class T>
+T __shfl_down_sync(unsigned, T value, int distance) {
+    return emulator::shuffle("__shfl_down_sync", value,
+        [=](int lane) { return lane + distance < emulator::kLanes ? lane + distance : lane; });
+}
+
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i)
+        out |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return out;
+}
+
 //! fmaf rounds once; the others must not be contracted, see -ffp-contract=off of the test.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 inline float __fdividef(float a, float b) { return a / b; }

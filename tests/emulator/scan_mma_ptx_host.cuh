@@ -134,6 +134,11 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     emulator::meet_warp("mma", &product, multiply_warp);
 }
 
+inline void mma_half(float (&d)[4], const uint32_t (&a)[2], uint32_t b0) {
+    const uint32_t whole[4] = {a[0], a[1], 0, 0};
+    mma(d, whole, b0, 0);
+}
+
 inline void mma_from_zero(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     std::fill(d, d + 4, 0.0f);
     mma(d, a, b0, b1);
@@ -212,16 +217,6 @@ inline void hold(float (&)[8][4]) {}
 inline void publish_to_products() {}
 
 // --------------------------------------------------------------------------------------------- copies and barriers
-
-inline void complete(const std::vector<emulator::Copy>& copies) {
-    for (const emulator::Copy& copy : copies) {
-        char* target = at_shared(copy.target, 16);
-        if (copy.exists) std::memcpy(target, copy.source, 16);
-        if (!copy.exists) std::memset(target, 0, 16);
-    }
-}
-
-inline emulator::Copies& own_copies() { return emulator::block->copies[threadIdx.x]; }
 
 inline void copy16(uint32_t target, const void* source, bool exists) {
     if (exists && reinterpret_cast<uintptr_t>(source) % 16 != 0) emulator::fail("source of a copy is not aligned");

@@ -1,6 +1,6 @@
 """What the checks on a GPU compare with: checkpoints of the tiny trained model, its tokens, logits, states in torch.
 
-usage: python tests/engine/prepare.py OUT [--device cpu] [--checkpoints-only]
+usage: python tests/engine/prepare.py OUT [--model HF_DIR] [--dtypes float32 float16] [--device cpu] [--checkpoints-only]
 
 Needs torch; runs on a CPU (some minutes). For fp32 and fp16 it writes OUT/checkpoint-DTYPE and
 OUT/expected-DTYPE.npz: prompts (packed ids and lengths), the greedy tokens of the torch backend with window 16, the
@@ -58,15 +58,16 @@ def expected(checkpoint: Path, device: str) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Write everything for both dtypes."""
+    """Write everything for the dtypes asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--checkpoints-only", action="store_true", help="the expected values are there already")
     parser.add_argument("--model", type=Path, default=ROOT / "examples" / "models" / "tiny-nemotron-h")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         checkpoint = args.out / f"checkpoint-{dtype}"
         convert(args.model, checkpoint, dtype=dtype, overwrite=True)
         if args.checkpoints_only:

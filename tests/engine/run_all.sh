@@ -7,6 +7,7 @@
 # PYTHON    command that runs a script with TensorRT, e.g. "python3", or for a TensorRT 8.6 that lies in a directory with
 #           its own Python 3.9: "DIR/run.sh DIR"
 # PREPARED  directory made by prepare.py          OUT  gets RESULTS.md and logs; engines go to OUT.engines
+# ENGINES   engines to build and check, of float32-w16 float32-w1 float16-w16 float16-w1 (default: all four)
 # Where no cuda-python is installed, TRTLLM_REPLAYSSM_CUDART may name a libcudart.so; one is looked for otherwise.
 set -uo pipefail
 python=$1 prepared=$2 out=$3
@@ -14,6 +15,7 @@ shift 3
 parts=${*:-plugins build model bench}
 engines=$out.engines
 mkdir -p "$out" "$engines"
+ENGINES=${ENGINES:-float32-w16 float32-w1 float16-w16 float16-w1}
 failed=0
 
 if [ -z "${TRTLLM_REPLAYSSM_CUDART:-}" ]; then
@@ -39,22 +41,27 @@ for part in $parts; do
         ;;
     build)
         jobs=()
-        build float32-w16 float32 --window 16 --draft-tokens 3 --max-batch 16 --builder-optimization-level 2 &
-        jobs+=("$!")
-        build float32-w1 float32 --window 1 --max-batch 16 --builder-optimization-level 2 &
-        jobs+=("$!")
-        build float16-w16 float16 --window 16 --max-batch 512 --timing-cache "$engines/timing" &
-        jobs+=("$!")
+        for name in $ENGINES; do
+            case $name in
+            float32-w16) build "$name" float32 --window 16 --draft-tokens 3 --max-batch 16 & ;;
+            float32-w1) build "$name" float32 --window 1 --max-batch 16 & ;;
+            float16-w16) build "$name" float16 --window 16 --max-batch 512 --timing-cache "$engines/timing" & ;;
+            *) continue ;;
+            esac
+            jobs+=("$!")
+        done
         for job in "${jobs[@]}"; do wait "$job" || failed=1; done
         # Of one timing cache with the engine that it is timed against, so that both have the same kernels.
-        build float16-w1 float16 --window 1 --max-batch 512 --timing-cache "$engines/timing" || failed=1
+        if [[ " $ENGINES " == *" float16-w1 "* ]]; then
+            build float16-w1 float16 --window 1 --max-batch 512 --timing-cache "$engines/timing" || failed=1
+        fi
         tail -n 3 "$out"/build-*.log
         ls -la "$engines"/*/rank0.engine
         ;;
     model)
         echo "| dtype | window | T | rows x tokens | positions | tokens | logits | states | load s | us per step, host included |
 |---|---|---|---|---|---|---|---|---|---|" >"$out/model.md"
-        for name in float32-w16 float32-w1 float16-w16 float16-w1; do
+        for name in $ENGINES; do
             # shellcheck disable=SC2086
             $python tests/engine/check_model.py "$engines/$name" "$prepared/expected-${name%-*}.npz" "$out/model.md" \
                 >"$out/model-$name.log" 2>&1 || failed=1

@@ -8,6 +8,7 @@ import torch
 from replay_cases import assert_close, assert_same_bits, make_inputs
 
 from trtllm_replayssm import RecurrenceSpec, SlotLayout, kernels, reference
+from trtllm_replayssm.kernels.mamba2 import DEFAULT_TUNING
 from trtllm_replayssm.pool import StatePool
 
 DEVICE = torch.device("cuda")
@@ -67,7 +68,7 @@ class Rollout:
         pads: int = 1,
         length: int = 40,
         y_scale: float = 1.0,
-        tuning: kernels.StepTuning = kernels.mamba2.DEFAULT_TUNING,
+        tuning: kernels.StepTuning = DEFAULT_TUNING,
     ) -> None:
         self.spec, self.rows, self.y_scale, self.tuning = spec, rows, y_scale, tuning
         inputs = make_inputs(spec, rows + pads, length, seed=7, regime=regime)

@@ -22,7 +22,7 @@ from ..errors import ReplayError, require
 from ..layout import ConvLayout, SlotLayout
 from ..models.config import STATEFUL_KINDS, HybridConfig
 from ..models.fields import read_json
-from ..ops.tensorrt_io import PLUGIN, NetworkIO, NetworkOptions, ProfileLimits
+from ..ops.tensorrt_io import PHASES, PLUGIN, NetworkIO, NetworkOptions, ProfileLimits
 from ..spec import MAMBA2
 
 CONFIG_FILE = "config.json"
@@ -98,7 +98,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
-        """Inverse of :meth:`to_dict`. Raises ReplayError for anything that is missing or malformed."""
+        """Inverse of :meth:`to_dict`. Raises ReplayError for anything that is missing, malformed or contradictory."""
         ours = data.get(ENGINE_KEY)
         if not isinstance(ours, Mapping):
             raise ReplayError(f"there is no {ENGINE_KEY} object; engine directories are made by trtllm-replayssm build")
@@ -107,7 +107,7 @@ class EngineConfig:
         require(version == FORMAT_VERSION, f"format_version is {version!r}; this version reads {FORMAT_VERSION}")
         try:
             tensorrt, engine, library = ours["tensorrt"], ours["engine"], ours["plugin_library"]
-            return cls(
+            config = cls(
                 model=HybridConfig.from_dict(ours["model"]),
                 network=NetworkOptions.from_dict(ours["network"]),
                 limits=ProfileLimits(**ours["limits"]),
@@ -123,10 +123,33 @@ class EngineConfig:
                 library_sha256=str(library["sha256"]),
                 layout_sha256=str(ours["layout_sha256"]),
             )
+            _check_parts(config)
+            return config
         except KeyError as error:
             raise ReplayError(f"{ENGINE_KEY} lacks {error}") from None
-        except (TypeError, AttributeError, ValueError) as error:
+        except (TypeError, AttributeError, ValueError, OverflowError) as error:
             raise error if isinstance(error, ReplayError) else ReplayError(f"{ENGINE_KEY}: {error}") from None
+
+
+def _check_parts(config: EngineConfig) -> None:
+    """Raise ReplayError unless model, network, limits, profiles and tensors go together."""
+    model, network, limits = config.model, config.network, config.limits
+    layouts(model, network)
+    require(config.profiles == PHASES, f"profiles is {list(config.profiles)}; it must be {list(PHASES)}")
+    for low, high, name in (
+        (network.max_positions, model.max_positions, "network's max_positions is {}; the model's is {}"),
+        (limits.max_positions, network.max_positions, "limits' max_positions is {}; the network's is {}"),
+    ):
+        require(low <= high, name.format(low, high))
+    same = limits.spec_len == network.spec_len
+    require(same, f"limits' spec_len is {limits.spec_len}; the network's is {network.spec_len}")
+    names = [tensor.name for tensor in config.io.tensors]
+    require(len(set(names)) == len(names), "io has two tensors of one name")
+    logits = config.io.get("logits")
+    require(
+        logits is not None and logits.shape[-1:] == (model.vocab_size,),
+        f"io has no output logits of the model's {model.vocab_size} tokens",
+    )
 
 
 def is_engine_directory(path: Path) -> bool:

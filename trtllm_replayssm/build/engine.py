@@ -52,7 +52,9 @@ def build_engine(
 
     options = options or BuildOptions()
     source, target = Path(checkpoint), Path(out_dir).absolute()
-    check_target(target, overwrite=overwrite, is_ours=directory.is_engine_directory, what=directory.WHAT)
+    check_target(
+        target, overwrite=overwrite, is_ours=directory.is_engine_directory, what=directory.WHAT, inputs=[source]
+    )
     config, weights = load_host_checkpoint(source)
     network, limits = options.network_options(config), options.profile_limits(config)
     trt = find_tensorrt(options.tensorrt)
@@ -134,8 +136,8 @@ def _build(
     emission.configure_builder(trt, settings, network_options, options.workspace_bytes)
     profiles = emission.add_profiles(trt, builder, settings, io, limits)
     cache = _set_build_options(trt, settings, options)
-    if progress is not None and hasattr(trt, "IProgressMonitor"):
-        settings.progress_monitor = make_monitor(trt, log, progress)
+    if hasattr(trt, "IProgressMonitor"):  # also what lets Ctrl-C stop the build
+        settings.progress_monitor = make_monitor(trt, log, progress or (lambda done, total, what: None))
     with interruptible(log):
         engine = builder.build_serialized_network(network, settings)
     if engine is None:
@@ -159,6 +161,8 @@ def _set_build_options(trt: Any, settings: Any, options: BuildOptions) -> Any:
         return None
     path = Path(options.timing_cache)
     require(not path.is_dir(), f"timing cache {path} is a directory; it must be a file")
+    writable = os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)
+    require(writable, f"timing cache {path} cannot be written: {path.parent} is no directory that may be written to")
     try:
         data = path.read_bytes() if path.exists() else b""
     except OSError as error:

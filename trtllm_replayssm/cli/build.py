@@ -129,7 +129,7 @@ def _build_trtllm(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         window=args.window,
         max_batch_size=args.max_batch,
-        max_input_len=args.max_input_len,
+        max_input_len=args.max_input_len if args.max_positions is None else min(args.max_input_len, args.max_positions),
         max_seq_len=args.max_positions,
     )
     _print(args, summary)

@@ -34,12 +34,13 @@ _PARTS = {
     "nvcc": ("make lib", f"pip install {_NVCC_WHEELS}"),
     "cmake": ("CMake builds", "pip install cmake"),
     "library": ("CUDA kernels", "make lib"),
-    "tensorrt": ("engines (8.6 to 10.x)", "pip install 'tensorrt>=10,<11'"),
+    "tensorrt": ("engines (8.6, 10.x, 11.x)", "pip install 'tensorrt>=10,<12'"),
     "tensorrt_rtx": ("checks without a GPU", "pip install tensorrt-rtx"),
-    "tensorrt_llm": ("TensorRT-LLM 1.2.1", "pip install tensorrt-llm==1.2.1"),
+    "plugins": ("TensorRT plugins", "make lib"),
+    "tensorrt_llm": ("TensorRT-LLM 1.2.1", "pip install tensorrt_llm==1.2.1"),
 }
 #: Parts that serve a module which a version of this package may lack.
-_PART_MODULES = {"tensorrt": "build", "tensorrt_rtx": "build", "tensorrt_llm": "serving"}
+_PART_MODULES = {"tensorrt": "build", "tensorrt_rtx": "build", "plugins": "plugins", "tensorrt_llm": "trtllm"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,7 @@ def examine(timeout: float = 120.0, engines: Sequence[str] = ()) -> dict[str, An
 
     Never raises for what is missing or broken.
     """
-    names = [*PACKAGES, "driver", "nvcc", "cmake", "library"]
+    names = [*PACKAGES, "driver", "nvcc", "cmake", "library", "plugins"]
     found = {"python": _python(), **run_in_child(names, timeout)}
     # Self-tests run last, and only where what they need was importable.
     if _usable(found["torch"]):
@@ -103,6 +104,7 @@ def _usable(result: Mapping[str, Any]) -> bool:
 
 def _part(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     purpose, command = _PARTS[name]
+    command = result.get("do", command)
     detail = result.get("detail", "")
     if not _has_module(_PART_MODULES.get(name, "plan")):
         command, detail = "", detail or f"not used by version {__version__}"
@@ -128,9 +130,9 @@ def capabilities(found: Mapping[str, Result]) -> list[dict[str, Any]]:
     else:
         rows.append(_no_cuda(found))
     rows.append(_kernels(found, torch, library))
-    rows.append(_needs("TensorRT engine builds", found, ["tensorrt", "library"], "build"))
+    rows.append(_needs("TensorRT engine builds", found, ["tensorrt", "library", "plugins"], "build"))
     rows.append(_needs("network checks without a GPU", found, ["tensorrt_rtx"], "build"))
-    rows.append(_needs("serving with TensorRT-LLM", found, ["tensorrt_llm", "library"], "serving"))
+    rows.append(_needs("engines for TensorRT-LLM", found, ["tensorrt_llm", "library", "plugins"], "trtllm"))
     return rows
 
 

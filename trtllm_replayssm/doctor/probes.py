@@ -31,7 +31,7 @@ PACKAGES = {
     "matplotlib": ("matplotlib", "3.8", ""),
     "rich": ("rich", "13", ""),
     "transformers": ("transformers", "5.24", "6"),
-    "tensorrt": ("tensorrt", "8.6", "11"),
+    "tensorrt": ("tensorrt", "8.6", "12"),
     "tensorrt_rtx": ("tensorrt-rtx", "", ""),
     "tensorrt_llm": ("tensorrt-llm", "1.2.1", "1.2.2"),
 }
@@ -140,6 +140,34 @@ def probe_library() -> Result:
     return {"status": OK, "version": found["version"], "detail": detail, "architectures": archs}
 
 
+def probe_plugins() -> Result:
+    """Registration of the plugins with every TensorRT that is here. ``lines``: what the library says of it."""
+    from .. import plugins
+
+    if not plugins.library_path().is_file():
+        return {"status": MISSING, "detail": "library not built"}
+    found = []
+    for name in ("tensorrt", "tensorrt_rtx"):
+        try:
+            found.append(importlib.import_module(name))
+        except BaseException:  # probe_package says why
+            continue
+    if not found:
+        return {"status": MISSING, "detail": "no TensorRT to register with", "do": ""}
+    try:
+        plugins.register()
+    except ReplayError as error:
+        return {"status": BROKEN, "detail": _one_line(error), "lines": plugins.plugin_status().splitlines(), "do": ""}
+    lines = plugins.plugin_status().splitlines()
+    # registered NAME VERSION NAMESPACE INTERFACE in PRODUCT (FILE)
+    there: dict[str, list[str]] = {}
+    for line in lines:
+        words, _, place = line.partition(" in ")
+        there.setdefault(place.partition(" (")[0], []).append(words.split()[1])
+    detail = "; ".join(f"{', '.join(dict.fromkeys(names))} in {place}" for place, names in there.items())
+    return {"status": OK, "detail": detail, "lines": lines}
+
+
 def probe_selftest() -> Result:
     """The self-test with reference/ on the CPU in float64."""
     from .. import reference
@@ -178,6 +206,7 @@ PROBES: dict[str, Callable[[], Result]] = {
     "nvcc": probe_nvcc,
     "cmake": probe_cmake,
     "library": probe_library,
+    "plugins": probe_plugins,
     "selftest": probe_selftest,
     "selftest_cuda": probe_selftest_cuda,
     "selftest_kernels": probe_selftest_kernels,

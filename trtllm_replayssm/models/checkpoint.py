@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..directories import check_target, written_directory
 from ..errors import ReplayError, require
 from ..pool import torch_dtype
 from ..spec import ACT_DTYPES, require_choice
@@ -114,33 +115,16 @@ def convert(
     require_choice("dtype", dtype, MODEL_DTYPES)
     source, target = Path(hf_dir), Path(out_dir).absolute()
     require(os.path.isdir(source), f"{source} is not a directory")
-    try:
-        _check_target(source, target, overwrite)
-    except OSError as error:
-        raise ReplayError(f"{out_dir} cannot be written: {error.strerror or error}") from None
+    what = "a checkpoint directory of this package"
+    check_target(target, overwrite=overwrite, is_ours=is_checkpoint_directory, what=what, inputs=[source])
     config = dataclasses.replace(read_hf_config(source), dtype=dtype)
     weights = HFWeights(source, config)
     copied = [name for name in TEXT_FILES if os.path.isfile(source / name)]
-    made: list[Path] = []
-    part = target.parent / f".{target.name}.part"
-    try:
-        made = _make_parents(target.parent)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
+    with written_directory(target, inputs=[source]) as part:
         written = _write_weights(part / WEIGHTS_FILE, config, weights, progress)
         (part / CONFIG_FILE).write_text(json.dumps(trtllm_config(config), indent=1, allow_nan=False) + "\n")
         for name in copied:
             shutil.copyfile(source / name, part / name)
-        if target.exists():
-            shutil.rmtree(target)
-        part.rename(target)
-        made = []
-    except OSError as error:
-        raise ReplayError(f"{out_dir} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        for path in reversed(made):
-            path.rmdir()
     shapes = weight_shapes(config)
     return {
         "source": str(source),
@@ -156,26 +140,10 @@ def convert(
     }
 
 
-def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    require("\0" not in str(target), f"output {str(target)!r} has a zero byte in its name")
-    require(not os.path.islink(target), f"{target} is a symbolic link; give the directory itself")
-    above = next(path for path in (*target.parents, Path("/")) if os.path.exists(path))
-    require(os.path.isdir(above), f"{target} cannot be made: {above} is not a directory")
-    if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
-        return
-    require(overwrite, f"{target} exists; choose another directory or overwrite it (--overwrite)")
-    config = target / CONFIG_FILE
-    ours = os.path.isfile(config) and "replayssm" in read_json(config)
-    require(ours, f"{target} is not a checkpoint directory of this package; it is not overwritten")
-    inside = os.path.realpath(target) in (os.path.realpath(source), *map(str, Path(os.path.realpath(source)).parents))
-    require(not inside, f"{target} holds the input {source}; overwriting would delete it: choose another directory")
-
-
-def _make_parents(path: Path) -> list[Path]:
-    """Make ``path`` and its parents; the ones that were made, outermost first."""
-    missing = [p for p in (path, *path.parents) if not os.path.exists(p)]
-    path.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
+def is_checkpoint_directory(path: Path) -> bool:
+    """Whether ``path`` has a config.json with the ``replayssm`` object."""
+    file = path / CONFIG_FILE
+    return os.path.isfile(file) and "replayssm" in read_json(file)
 
 
 def stored_dtypes(config: HybridConfig) -> dict[str, str]:
@@ -227,7 +195,9 @@ def read_checkpoint(directory: str | Path) -> tuple[HybridConfig, int]:
         )
     config, window = read_replayssm(ours, str(file))
     least = {"state_size": config.ssm_state_size, "conv_kernel": config.conv_kernel}
-    for key, value in trtllm_config(config, window).items():
+    implied = trtllm_config(config, window)
+    del implied["replayssm"]  # what implies the others; a field that it lacks has its default
+    for key, value in implied.items():
         have = data.get(key)
         if key in least:
             whole = isinstance(have, int) and not isinstance(have, bool) and have >= least[key]

@@ -11,7 +11,8 @@ Needs numpy alone and runs on Python 3.9. The tensorrt module is an argument, ne
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 

@@ -12,7 +12,8 @@ one, so that memory beyond a row's length is not touched, and their values are r
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 

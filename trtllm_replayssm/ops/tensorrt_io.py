@@ -5,8 +5,9 @@ Needs the standard library alone and runs on Python 3.9; engine directories carr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Mapping, Union
+from typing import Any, Union
 
 from ..errors import ReplayError, require
 from ..models.config import MODEL_DTYPES, HybridConfig
@@ -21,6 +22,7 @@ PHASES = (CONTEXT, GENERATION)
 #: Axes whose length is chosen at run time.
 ROWS, TOKENS, SLOTS, BOUND, LOGITS = "rows", "tokens", "slots", "bound", "logits"
 DYNAMIC_AXES = (ROWS, TOKENS, SLOTS, BOUND, LOGITS)
+_TENSOR_DTYPES = ("int32", "int64", *MODEL_DTYPES)
 _MAX_POSITIONS = 1 << 24
 _MAX_BATCH = 1 << 16
 
@@ -94,6 +96,9 @@ class IOTensor:
         shape: lengths, or names of DYNAMIC_AXES. is_input: else an output.
         location: ``device``, or ``host`` for inputs that only plugins read, in host memory.
         layer: stateful layer that it belongs to, or None.
+
+    Raises:
+        ReplayError: an attribute of another kind.
     """
 
     name: str
@@ -103,6 +108,19 @@ class IOTensor:
     is_input: bool
     location: str = "device"
     layer: int | None = None
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.name, str) and bool(self.name), f"tensor name is {self.name!r}; it must be a name")
+        require(isinstance(self.role, str), f"role of {self.name} is {self.role!r}; it must be a name")
+        require_choice(f"dtype of {self.name}", self.dtype, _TENSOR_DTYPES)
+        for axis in self.shape:
+            known = axis in DYNAMIC_AXES if isinstance(axis, str) else type(axis) is int and axis > 0
+            axes = ", ".join(DYNAMIC_AXES)
+            require(known, f"shape of {self.name} has {axis!r}; an axis must be a length or one of {axes}")
+        require_bool(f"is_input of {self.name}", self.is_input)
+        require_choice(f"location of {self.name}", self.location, ("device", "host"))
+        if self.layer is not None:
+            require_int(f"layer of {self.name}", self.layer, 0, 1 << 16)
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ themselves; in the others every floating point layer is told its precision and o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 

@@ -27,7 +27,8 @@ Roles of the tensors (B rows, S tokens; {layer} counts stateful layers; names ar
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import ReplayError, require
 from ..models.config import HybridConfig

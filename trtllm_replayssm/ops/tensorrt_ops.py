@@ -9,7 +9,8 @@ Needs numpy alone and runs on Python 3.9.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 

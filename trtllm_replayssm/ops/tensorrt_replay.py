@@ -6,7 +6,8 @@ result the network input ``{conv|replay}_{layer}_y``.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from ..layout import ConvLayout, SlotLayout
 from ..models.config import HybridConfig

@@ -91,6 +91,9 @@ def gated_delta_step(
     o, d = _read(pool, spec, rows.slots, cursor, q, k * rnorm[..., None], v, g, beta)
     # 4. The step's tokens become the pending rows.
     ring_g = g if spec.kind == KIMI_DELTA else g[..., 0]
+    # d past fp16's range becomes its largest number: outputs read it, and none of them may turn to inf.
+    limit = torch.finfo(pool["ring_d"].dtype).max
+    d = d.clamp(-limit, limit)
     append_rows(
         pool, rows.slots, cursor, ring_k=k, ring_k_rnorm=rnorm, ring_v=v, ring_d=d, ring_g=ring_g, ring_beta=beta
     )

@@ -315,6 +315,11 @@ def _check_tensors(config: EngineConfig, engine: Any) -> None:
         f"the engine has tensors that config.json does not name ({', '.join(extra[:5]) or 'none'}) "
         f"or lacks some ({', '.join(missing[:5]) or 'none'}); build it again",
     )
+    for tensor in config.io.tensors:
+        shape = tuple(engine.get_tensor_shape(tensor.name))  # -1: chosen at run time, or not known to TensorRT
+        same = len(shape) == len(tensor.dims) and all(a == b or -1 in (a, b) for a, b in zip(shape, tensor.dims))
+        require(same, f"the engine's tensor {tensor.name} is {list(shape)}; config.json says {list(tensor.dims)}: "
+                "build it again")  # fmt: skip
     profiles = int(engine.num_optimization_profiles)
     require(profiles == len(config.profiles), f"the engine has {profiles} profiles; config.json names "
             f"{len(config.profiles)}: build it again")  # fmt: skip

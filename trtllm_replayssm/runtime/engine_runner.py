@@ -50,7 +50,7 @@ class EngineRunner(SequenceBooks):
         """Start a sequence for each of ``prompts``. Returns (handles, logits [n, vocab] fp32 after the last tokens)."""
         self._check_prompts(prompts)
         for i, prompt in enumerate(prompts):
-            self._check_ids(np.asarray(prompt), f"prompt {i}")
+            self._check_ids(np.asarray(prompt), f"prompt {i}", 1)
         slots = self._take_slots(len(prompts))
         try:
             logits = self.engine.scan(slots, prompts, self.engine.memory.host_logits)
@@ -79,7 +79,11 @@ class EngineRunner(SequenceBooks):
 
     def commit(self, seqs: Sequence[int], accepted: Any) -> None:
         """Keep the first ``accepted`` [n] tokens of the last verify of ``seqs``; forget the others."""
-        self._commit(seqs, [int(a) for a in np.asarray(accepted).reshape(-1).tolist()])
+        counts = np.asarray(accepted).reshape(-1)
+        require(
+            counts.dtype.kind in "iu" or not counts.size, f"accepted is {counts.dtype}; counts must be whole numbers"
+        )
+        self._commit(seqs, counts.tolist())
 
     def recurrent_state(self, seq: int) -> dict[int, np.ndarray]:
         """State [heads, ...] of every recurrent layer after the committed tokens of ``seq``; nothing changes."""
@@ -88,12 +92,13 @@ class EngineRunner(SequenceBooks):
     def _decode(self, seqs: Sequence[int], tokens: np.ndarray) -> np.ndarray:
         rows, steps = tokens.shape
         lengths, accepted = self._check_decode(seqs, rows, steps)
-        self._check_ids(tokens, "tokens")
+        self._check_ids(tokens, "tokens", 2)
         self.engine.step(list(seqs), tokens, lengths, accepted)
         return self.engine.memory.host_logits(rows, steps)
 
-    def _check_ids(self, ids: np.ndarray, name: str) -> None:
+    def _check_ids(self, ids: np.ndarray, name: str, rank: int) -> None:
         require(ids.dtype.kind in "iu", f"{name} has dtype {ids.dtype}; token ids must be whole numbers")
+        require(ids.ndim == rank, f"{name} has shape {ids.shape}; it must have {rank} axes")
         self._check_range(int(ids.min()), int(ids.max()), name)
 
 

@@ -68,7 +68,10 @@ class Session(SequenceBooks, ABC):
 
     def commit(self, seqs: Sequence[int], accepted: Sequence[int] | torch.Tensor) -> None:
         """Keep the first ``accepted`` [n] tokens (0..T each) of the last verify of ``seqs``; forget the others."""
-        self._commit(seqs, [int(a) for a in torch.as_tensor(accepted).flatten().tolist()])
+        counts = torch.as_tensor(accepted).flatten()
+        whole = not counts.is_floating_point() and counts.dtype != torch.bool
+        require(whole or not counts.numel(), f"accepted is {counts.dtype}; counts must be whole numbers")
+        self._commit(seqs, counts.tolist())
 
     def recurrent_state(self, seq: int) -> dict[int, torch.Tensor]:
         """State of every recurrent layer after the committed tokens of ``seq``, which goes on unchanged.

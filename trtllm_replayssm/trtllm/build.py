@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, plugins
-from ..errors import ReplayError, require
+from ..build.directory import WHAT, is_engine_directory
+from ..directories import check_target, sha256_of, written_directory
+from ..errors import require
 from ..models.checkpoint import TEXT_FILES, WEIGHTS_FILE, read_checkpoint
 from ..models.config import HybridConfig
-from ..models.fields import read_json
 from ..spec import MAX_WINDOW, require_bool, require_choice, require_int
 from . import budget, requirement
 from .network_ops import require_supported
@@ -78,7 +78,7 @@ def build(
 ) -> dict[str, Any]:
     """Build an engine directory.
 
-    The directory is written under another name beside ``output_dir`` and renamed when it is whole.
+    The directory is written under another name beside ``output_dir`` and renamed when it is whole; parents are made.
 
     Args:
         checkpoint_dir: what ``trtllm-replayssm convert`` wrote. output_dir: the new directory.
@@ -89,8 +89,9 @@ def build(
         the ``replayssm_engine`` object, with output, bytes (of the engine) and seconds.
 
     Raises:
-        ReplayError: a bad option; tensorrt_llm missing (says what to install); no checkpoint directory; a slot that
-            does not fit the state pools; the plugin library missing; TensorRT built no engine.
+        ReplayError: a bad option; tensorrt_llm missing (says what to install); no checkpoint directory; an
+            ``output_dir`` that is there, holds the checkpoint or cannot be written; a slot that does not fit the state
+            pools; the plugin library missing; TensorRT built no engine.
     """
     known = {field.name for field in dataclasses.fields(BuildOptions)}
     unknown = sorted(set(options) - known)
@@ -101,27 +102,18 @@ def build(
     config, stored_window = read_checkpoint(checkpoint)
     require_supported(config)
     require((checkpoint / WEIGHTS_FILE).is_file(), f"{checkpoint} has no {WEIGHTS_FILE}")
-    _check_output(output, overwrite)
+    check_target(output, overwrite=overwrite, is_ours=is_engine_directory, what=WHAT, inputs=[checkpoint])
     pretrained = _pretrained_config(checkpoint, config, stored_window, chosen)
     requirement.tensorrt()
     plugins.register()
     started = time.monotonic()
     engine = _build_engine(checkpoint, config, pretrained, chosen)
-    part = output.parent / f".{output.name}.part"
-    try:
-        shutil.rmtree(part, ignore_errors=True)
+    with written_directory(output, inputs=[checkpoint]) as part:
         engine.save(str(part))
         recorded = _record(part, checkpoint, config, pretrained)
         for name in TEXT_FILES:
             if (checkpoint / name).is_file():
                 shutil.copyfile(checkpoint / name, part / name)
-        if output.exists():
-            shutil.rmtree(output)
-        part.rename(output)
-    except OSError as error:
-        raise ReplayError(f"{output_dir} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     size = (output / ENGINE_FILE).stat().st_size
     return {**recorded, "output": str(output_dir), "bytes": size, "seconds": round(time.monotonic() - started, 3)}
 
@@ -132,19 +124,8 @@ def library_facts() -> dict[str, str]:
     library.replayssm_version.restype = ctypes.c_char_p
     return {
         "version": library.replayssm_version().decode(),
-        "sha256": hashlib.sha256(plugins.library_path().read_bytes()).hexdigest(),
+        "sha256": sha256_of(plugins.library_path()),
     }
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    parent = output.parent
-    require(parent.is_dir(), f"{output} cannot be made: {parent} is not a directory")
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    require(overwrite, f"{output} exists; choose another directory or overwrite it (--overwrite)")
-    file = output / _CONFIG_FILE
-    ours = file.is_file() and ENGINE_KEY in read_json(file)
-    require(ours, f"{output} is not an engine directory of this package; it is not overwritten")
 
 
 def _pretrained_config(checkpoint: Path, config: HybridConfig, stored_window: int, chosen: BuildOptions) -> Any:
@@ -207,7 +188,7 @@ def _record(part: Path, checkpoint: Path, config: HybridConfig, pretrained: Any)
         "tensorrt_llm": str(requirement.tensorrt_llm().__version__),
         "tensorrt": str(requirement.tensorrt().__version__),
         "library": library_facts(),
-        "checkpoint_config_sha256": hashlib.sha256((checkpoint / _CONFIG_FILE).read_bytes()).hexdigest(),
+        "checkpoint_config_sha256": sha256_of(checkpoint / _CONFIG_FILE),
         "family": config.family,
         "dtype": config.dtype,
         "window": window,

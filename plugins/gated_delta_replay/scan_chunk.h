@@ -1,0 +1,13 @@
+//! The chunked scan: which calls it takes, and its launch.
+#pragma once
+
+#include "params.h"
+
+namespace replayssm {
+
+//! GDN, bf16 activations, normalised keys of at most 128 channels, strides in 31 bits of bytes, and a device with
+//! enough shared memory.
+bool has_scan_chunk(const GatedDeltaScanParams& p, int act_dtype);
+void launch_scan_chunk(const GatedDeltaScanParams& p, int state_dtype, cudaStream_t stream);
+
+} // namespace replayssm

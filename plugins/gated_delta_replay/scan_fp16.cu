@@ -1,0 +1,5 @@
+#include "scan_launch.cuh"
+
+void replayssm::launch_delta_scan_fp16(const GatedDeltaScanParams& p, int state_dtype, cudaStream_t stream) {
+    launch_delta_scan<__half>(p, state_dtype, stream);
+}

@@ -1,0 +1,51 @@
+//! Where a block of the token-by-token scan keeps what in shared memory. Computed by the launcher, read from the
+//! kernel's parameters.
+#pragma once
+
+#include "params.h"
+
+namespace replayssm {
+
+constexpr int kScanBatch = 16; // tokens or ring rows that are in shared memory at a time
+constexpr int kQuarters = 4;   // most blocks that share a head
+
+struct DeltaScanShared {
+    uint32_t raw_k = 0;  // act_t [kScanBatch][K]
+    uint32_t raw_q = 0;  // act_t [kScanBatch][K]
+    uint32_t raw_v = 0;  // act_t [2 stages][kScanBatch][block rows]
+    uint32_t raw_a = 0;  // KDA, where its rows can be copied: [kScanBatch][K] as they come
+    uint32_t kn = 0;     // fp32 [kScanBatch][K]
+    uint32_t qn = 0;     // fp32 [kScanBatch][K]
+    uint32_t decays = 0; // KDA: fp32 [kScanBatch][K]
+    uint32_t scalar = 0; // float2 [kScanBatch]
+    uint32_t v_stage = 0;
+    uint32_t bytes = 0;
+    int gate_pieces = 0; // 16-byte pieces of a row of a; 0: read element by element
+
+    DeltaScanShared() = default;
+
+    DeltaScanShared(int dstate, int block_rows, int act_bytes, bool channel_gates, int gate_row_bytes) {
+        const uint32_t fp32_rows = kScanBatch * dstate * 4;
+        uint32_t end = 0;
+        raw_k = GatedDeltaStepShared::take(end, kScanBatch * dstate * act_bytes);
+        raw_q = GatedDeltaStepShared::take(end, kScanBatch * dstate * act_bytes);
+        v_stage = kScanBatch * block_rows * act_bytes;
+        raw_v = GatedDeltaStepShared::take(end, 2 * v_stage);
+        gate_pieces = gate_row_bytes / 16;
+        raw_a = GatedDeltaStepShared::take(end, kScanBatch * gate_row_bytes);
+        kn = GatedDeltaStepShared::take(end, fp32_rows);
+        qn = GatedDeltaStepShared::take(end, fp32_rows);
+        decays = GatedDeltaStepShared::take(end, channel_gates ? fp32_rows : 0);
+        scalar = GatedDeltaStepShared::take(end, kScanBatch * 8);
+        bytes = end;
+    }
+};
+
+struct DeltaScanParams {
+    GatedDeltaScanParams scan;
+    DeltaScanShared shared;
+    int state_dtype = 0;
+    int state_bytes = 0;
+};
+
+} // namespace replayssm

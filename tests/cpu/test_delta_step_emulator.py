@@ -1,0 +1,193 @@
+"""The CUDA step of GDN and KDA, its own source through binding and C interface, run on the CPU.
+
+tests/emulator stands in for the GPU: threads as fibers, one block after another. Oracle: reference.gated_delta_step on
+the same inputs; checkpoints of different windows and kernels are compared to the bit. Dead ring rows and other slots
+hold NaN. Not seen here: races within a warp, fences, and what the compiler for GPUs makes of the source; tests/gpu is
+for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from replay_cases import assert_close, assert_same_bits, live_ring_rows, make_inputs, poison, ring_regions
+from step_emulator import StepLibrary
+
+from trtllm_replayssm import RecurrenceSpec, ReplayError, SlotLayout, kernels, reference
+from trtllm_replayssm.kernels import StepTuning, gated_delta, library, mamba2, state, tensors
+from trtllm_replayssm.pool import StatePool, torch_dtype
+
+KINDS = {
+    "gdn": ("gated_delta", {}),
+    "kda": ("kimi_delta", {}),
+    "kda-bounded": ("kimi_delta", {"gate": "bounded"}),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> StepLibrary:
+    out = StepLibrary(tmp_path_factory.mktemp("step"))
+    out.build()
+    return out
+
+
+@pytest.fixture
+def emulated(built, monkeypatch):
+    """CPU pools go to the emulated library; call it with a path for another one."""
+
+    def use(path):
+        bound = library.bind(path)
+        monkeypatch.setattr(library, "load", lambda: bound)
+
+    for module in (mamba2, gated_delta, state):
+        monkeypatch.setattr(module, "on_gpu", lambda pool: True)
+    monkeypatch.setattr(tensors, "stream_of", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    use(built.folder / "step.so")
+    return use
+
+
+def spec_of(kind: str, *sizes: int, **options) -> RecurrenceSpec:
+    name, extra = KINDS[kind]
+    return RecurrenceSpec(name, *sizes, **extra, **options)
+
+
+def decode(spec: RecurrenceSpec, steps: int, tuning: StepTuning, regime: str = "plain") -> None:
+    """Steps of all lengths with rejection and padding, every output, row and state against the reference."""
+    inputs, eps_scale = make_inputs(spec, 3, 48, seed=3, regime=regime), 3.0 if spec.state_dtype != "float32" else 1.0
+    pools = [StatePool.allocate(SlotLayout(spec), 4) for _ in range(2)]
+    slots, own = torch.tensor([2, -1, 0], dtype=torch.int32), [2, 0]
+    for pool in pools:
+        reference.reset(pool, slots)
+        poison(pool, own)
+    rng, at, last = torch.Generator().manual_seed(1), 0, 0
+    for i in range(steps):
+        tokens = 1 + i % spec.spec_len
+        accepted = torch.randint(-1, last + 1, (3,), generator=rng).int()
+        step = {name: value[:, at : at + tokens] for name, value in inputs.tokens.items()}
+        for pool in pools:
+            poison(pool, own, [last if a < 0 else int(a) for a in accepted[[0, 2]]])
+        o = kernels.gated_delta_step(pools[0], slots, **step, **inputs.params, accepted=accepted, tuning=tuning)
+        want = reference.gated_delta_step(pools[1], slots, **step, **inputs.params, accepted=accepted)
+        assert_close(o[[0, 2]], want[[0, 2]].double(), spec.act_dtype, scale=2.0 * eps_scale)
+        assert not o[1].any()
+        assert torch.equal(pools[0]["cursor"][own], pools[1]["cursor"][own])
+        at, last = at + tokens, tokens
+    compare_pools(pools[0], pools[1], own, eps_scale)
+    counts = torch.tensor([-1, 1], dtype=torch.int32)
+    for op, pool in zip((kernels, reference), pools, strict=True):
+        op.materialize(pool, torch.tensor(own), counts, torch.tensor([1, 0]))
+    assert torch.equal(pools[0]["cursor"][:2], pools[1]["cursor"][:2])
+    ours, theirs = (pool["state"][:2] for pool in pools)
+    assert_close(ours.float(), theirs.double(), spec.state_dtype, scale=2.0 * eps_scale, what="state")
+
+
+def compare_pools(ours: StatePool, theirs: StatePool, slots: list[int], eps_scale: float) -> None:
+    """Live ring rows: raw ones to the bit, the others to rounding."""
+    for slot in slots:
+        rows = live_ring_rows(theirs, slot)
+        for name in ring_regions(ours):
+            a, b = (pool[name][slot][:, rows] for pool in (ours, theirs))
+            if name in ("ring_k", "ring_v"):
+                assert_same_bits(a, b, name)
+            elif rows:
+                dtype = ours.layout.spec.act_dtype if name == "ring_d" else "float32"  # type: ignore[union-attr]
+                assert_close(a.float(), b.double(), dtype, scale=4.0 * eps_scale, what=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "sizes, options, tuning",
+    [
+        ((4, 2, 128, 128), {"window": 4}, (2, 1)),
+        ((2, 1, 128, 128), {"window": 5, "spec_len": 3}, (0, 8)),
+        ((2, 1, 128, 128), {"window": 3, "spec_len": 2, "state_dtype": "bfloat16"}, (2, 0)),
+        ((3, 1, 48, 80), {"window": 3, "spec_len": 5}, (0, 0)),
+        ((2, 1, 16, 16), {"window": 18, "spec_len": 2, "act_dtype": "float32"}, (0, 0)),
+        ((2, 2, 64, 256), {"window": 4, "spec_len": 3, "act_dtype": "float16"}, (0, 0)),
+    ],
+    ids=str,
+)
+def test_step_agrees_with_the_reference(emulated, kind, sizes, options, tuning):
+    decode(spec_of(kind, *sizes, **options), 11, StepTuning(*tuning))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("regime", ["weak", "strong"])
+def test_decays_near_one_and_near_zero(emulated, kind, regime):
+    decode(spec_of(kind, 2, 1, 128, 128, window=16, spec_len=2), 16, StepTuning(), regime)
+
+
+def final_state(spec: RecurrenceSpec, pattern: tuple[int, ...], tuning: StepTuning) -> torch.Tensor:
+    """States after 18 tokens in steps of the pattern's lengths; the same values whatever the dtypes."""
+    base = RecurrenceSpec(spec.kind, spec.nheads, spec.ngroups, spec.headdim, spec.dstate, gate=spec.gate)
+    inputs, act = make_inputs(base, 2, 18, seed=5), torch_dtype(spec.act_dtype)
+    tokens = {n: v.to(act) if n in "qkv" else v for n, v in inputs.tokens.items()}
+    pool, slots = StatePool.allocate(SlotLayout(spec), 2), torch.tensor([0, 1], dtype=torch.int32)
+    kernels.reset(pool, slots)
+    at = i = 0
+    while at < 18:
+        count = min(pattern[i % len(pattern)], 18 - at)
+        step = {name: value[:, at : at + count] for name, value in tokens.items()}
+        kernels.gated_delta_step(pool, slots, **step, **inputs.params, tuning=tuning)
+        at, i = at + count, i + 1
+    kernels.materialize(pool, slots, torch.full_like(slots, -1), slots)
+    return pool["state"].clone()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_do_not_depend_on_window_tokens_or_kernel(emulated, kind):
+    def state_of(pattern, tuning=(0, 0), **options):
+        return final_state(spec_of(kind, 2, 1, 128, 128, **options), pattern, StepTuning(*tuning))
+
+    want = state_of((1,), window=1)
+    assert_same_bits(state_of((1,), (2, 1), window=7), want)
+    assert_same_bits(state_of((4, 1, 2), (0, 8), window=8, spec_len=4), want)
+    assert_same_bits(state_of((3,), window=5, spec_len=3, act_dtype="float32"), want)
+
+
+def test_what_the_library_refuses(emulated):
+    """The checks of the C interface, by name."""
+    inputs = make_inputs(spec_of("kda", 4, 2, 128, 128), 2, 3)
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+
+    def refused(message, tokens=1, tuning=(0, 0), change=None, **options):
+        spec = spec_of("kda", 4, 2, 128, options.pop("dstate", 128), **({"spec_len": 2} | options))
+        step = inputs.span(0, tokens) | inputs.params | (change or {})
+        narrow = {n: v[..., : spec.dstate].contiguous() for n, v in step.items() if n in ("q", "k", "a", "dt_bias")}
+        pool = StatePool.allocate(SlotLayout(spec), 2)
+        with pytest.raises(ReplayError, match=message):
+            kernels.gated_delta_step(pool, slots, **(step | narrow), tuning=StepTuning(*tuning))
+
+    refused("tokens is 3; it must be from 1 to 2", tokens=3)
+    refused("heads_per_block is 3; it must be 0 or divide the heads per group, 2", tuning=(3, 0))
+    refused("heads_per_block is -1; it must be 0 or divide", tuning=(-1, 0))
+    refused("spec.dstate is 24; the kernels have multiples of 16 from 16 to 256", dstate=24)
+    refused("spec.read_copy is 3; the gated delta kernels have 0", read_copy="int8")
+    refused(
+        "b has dtype float64; it must be float32, bfloat16 or float16", change={"b": inputs.tokens["b"][:, :1].double()}
+    )
+    mamba = StatePool.allocate(SlotLayout(RecurrenceSpec("mamba2", 4, 2, 16, 16)), 2)
+    with pytest.raises(ReplayError, match="A is None; materialize of a mamba2 pool needs A"):
+        kernels.materialize(mamba, slots, slots, slots)
+
+
+@pytest.mark.parametrize(
+    "header, old, new",
+    [
+        ("fold.cuh", "__fsub_rn(v_own, part[0])", "__fadd_rn(v_own, part[0])"),
+        (
+            "step_prepare.cuh",
+            "acc.add(g);\n            }\n        }\n        value[2 * i]",
+            "}\n        }\n        value[2 * i]",
+        ),
+    ],
+    ids=["fold", "decays"],
+)
+def test_teeth(emulated, built, header, old, new):
+    """Another sign in the fold, and decays of ring rows that are not summed, are seen."""
+    emulated(built.corrupted(header, old, new))
+    with pytest.raises(AssertionError):
+        decode(spec_of("kda", 2, 1, 128, 128, window=4), 11, StepTuning())

@@ -1,0 +1,342 @@
+//! Runs the tuned Mamba-2 step kernels on a CPU on one made-up case and compares them with the recurrence: outputs in
+//! double precision, checkpoints to the bit. Prints a line `name value` for each measure;
+//! tests/cpu/test_step_emulator.py knows the bounds.
+//!
+//!   step_emulator --heads 4 --groups 2 --headdim 64 --dstate 128 --heads-per-block 2 --tokens 4 --window 16
+//!                 --state fp32 --gate 1 --first-warp first --histories 0,5,12,16
+//!
+//! Row i has histories[i] live ring rows, which wrap around the ring's end, and two pending ones, one of which stays.
+//! The second row of more than two is padding (slot -1). Memory that the kernel must not read holds NaN.
+#include "cuda_on_host.h"
+
+#include "mamba2_replay/step_kernel.cuh"
+
+#include <map>
+#include <random>
+#include <string>
+
+namespace replayssm {
+alignas(1024) char smem[kSharedBytes];
+}
+
+namespace {
+
+using namespace replayssm;
+using Bf16 = __nv_bfloat16;
+
+constexpr int kPending = 2, kAccepted = 1;
+constexpr unsigned char kPoison = 0xff; // NaN in every float type
+
+struct Options {
+    int heads = 0, groups = 0, headdim = 0, dstate = 0, heads_per_block = 0, tokens = 0, window = 0;
+    bool packed = false, gate = true, last_warp_first = false;
+    std::vector<int> histories;
+};
+
+[[noreturn]] void refuse(const std::string& what) {
+    std::fprintf(stderr, "step_emulator: %s\n", what.c_str());
+    std::exit(2);
+}
+
+Options parse(int argc, char** argv) {
+    std::map<std::string, std::string> given;
+    for (int i = 1; i + 1 < argc; i += 2)
+        given[argv[i]] = argv[i + 1];
+    const auto take = [&](const char* name) {
+        const auto found = given.find(name);
+        if (found == given.end()) refuse(std::string("missing option ") + name);
+        const std::string value = found->second;
+        given.erase(found);
+        return value;
+    };
+    Options o;
+    o.heads = std::stoi(take("--heads"));
+    o.groups = std::stoi(take("--groups"));
+    o.headdim = std::stoi(take("--headdim"));
+    o.dstate = std::stoi(take("--dstate"));
+    o.heads_per_block = std::stoi(take("--heads-per-block"));
+    o.tokens = std::stoi(take("--tokens"));
+    o.window = std::stoi(take("--window"));
+    o.packed = take("--state") == "bf16";
+    o.gate = take("--gate") == "1";
+    o.last_warp_first = take("--first-warp") == "last";
+    const std::string text = take("--histories");
+    for (size_t at = 0; at <= text.size();) {
+        const size_t end = std::min(text.find(',', at), text.size());
+        o.histories.push_back(std::stoi(text.substr(at, end - at)));
+        at = end + 1;
+    }
+    if (!given.empty()) refuse("unknown option " + given.begin()->first);
+    return o;
+}
+
+//! Everything that the kernel sees, but for its grid.
+struct Case {
+    Options options;
+    Mamba2Slots pool;
+    int ring_rows, committed_cap;
+    std::vector<char> memory;
+    std::vector<int> slots, accepted;
+    std::vector<Bf16> x, z, B, C, y;
+    std::vector<float> dt, A, D, bias;
+    std::mt19937 random{5};
+
+    explicit Case(const Options& o);
+    int rows() const { return static_cast<int>(options.histories.size()); }
+    char* slot(int row) { return memory.data() + pool.stride_bytes * slots[row]; }
+    float normal() { return std::normal_distribution<float>()(random); }
+    int committed(int row) const { return options.histories[row] + kAccepted; }
+    bool flush(int row) const { return committed(row) + options.tokens > options.window; }
+    void fill_slot(int row);
+    size_t state_bytes() const { return options.packed ? 2 : 4; }
+};
+
+Case::Case(const Options& o) : options(o) {
+    const int64_t H = o.heads, P = o.headdim, N = o.dstate, T = o.tokens;
+    ring_rows = std::max(o.window, std::max(o.tokens, kPending)) + std::max(o.tokens, kPending);
+    committed_cap = ring_rows - std::max(o.tokens, kPending);
+    const auto end_of = [](int64_t start, int64_t bytes) { return (start + bytes + 127) / 128 * 128; };
+    pool.slots = rows() + 2;
+    pool.ring_rows = pool.ring_dt_stride = ring_rows;
+    pool.state = end_of(0, H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
+    pool.ring_x = end_of(pool.state, H * P * N * static_cast<int64_t>(state_bytes()));
+    pool.ring_b = end_of(pool.ring_x, H * ring_rows * P * 2);
+    pool.ring_dt = end_of(pool.ring_b, o.groups * ring_rows * N * 2);
+    pool.stride_bytes = end_of(pool.ring_dt, H * ring_rows * 4);
+    memory.assign(pool.stride_bytes * pool.slots, static_cast<char>(kPoison));
+    pool.base = memory.data();
+    const auto bf16 = [&](std::vector<Bf16>& out, int64_t count) {
+        out.resize(count);
+        for (Bf16& value : out)
+            value = __float2bfloat16_rn(normal());
+    };
+    bf16(x, rows() * T * H * P);
+    bf16(z, rows() * T * H * P);
+    bf16(B, rows() * T * o.groups * N);
+    bf16(C, rows() * T * o.groups * N);
+    y.resize(x.size());
+    std::memset(y.data(), kPoison, y.size() * sizeof(Bf16));
+    for (int64_t i = 0; i < rows() * T * H; ++i)
+        dt.push_back(normal() - 2.0f);
+    for (int h = 0; h < H; ++h) {
+        A.push_back(-0.3f - 2.0f * (h + 1) / H);
+        bias.push_back(normal());
+    }
+    for (int64_t i = 0; i < H * P; ++i)
+        D.push_back(normal());
+    for (int row = 0; row < rows(); ++row) {
+        slots.push_back(rows() > 2 && row == 1 ? -1 : rows() - row);
+        accepted.push_back(kAccepted);
+        if (slots[row] >= 0) fill_slot(row);
+    }
+}
+
+void Case::fill_slot(int row) {
+    const int H = options.heads, P = options.headdim, N = options.dstate, history = options.histories[row];
+    char* at = slot(row);
+    const int origin = ring_rows - 3;
+    auto* cursors = reinterpret_cast<Cursor*>(at + pool.cursor);
+    std::fill(cursors, cursors + H * kCursorCopies,
+        Cursor{static_cast<int16_t>(origin), static_cast<int16_t>(history), kPending,
+            static_cast<int16_t>(options.window)});
+    for (int64_t i = 0; i < static_cast<int64_t>(H) * P * N; ++i) {
+        if (options.packed) reinterpret_cast<Bf16*>(at + pool.state)[i] = __float2bfloat16_rn(normal());
+        if (!options.packed) reinterpret_cast<float*>(at + pool.state)[i] = normal();
+    }
+    for (int j = 0; j < history + kAccepted; ++j) {
+        const int r = (origin + j) % ring_rows;
+        for (int i = 0; i < H * P; ++i)
+            reinterpret_cast<Bf16*>(at + pool.ring_x)[(i / P * ring_rows + r) * P + i % P] =
+                __float2bfloat16_rn(normal());
+        for (int i = 0; i < options.groups * N; ++i)
+            reinterpret_cast<Bf16*>(at + pool.ring_b)[(i / N * ring_rows + r) * N + i % N] =
+                __float2bfloat16_rn(normal());
+        for (int h = 0; h < H; ++h)
+            reinterpret_cast<float*>(at + pool.ring_dt)[h * ring_rows + r] = 0.02f + 0.3f * std::fabs(normal());
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- the kernel
+
+template <class state_t, int kDstate, bool kOneToken>
+void run_grid(const Case& c, Mamba2StepParams p) {
+    using Traits = StepTraits<state_t, kDstate, kOneToken>;
+    const Options& o = c.options;
+    p.shared = StepShared(c.committed_cap, o.tokens, o.headdim, o.dstate, 2, o.heads_per_block,
+        o.headdim * o.dstate * sizeof(state_t), o.gate, kOneToken ? StepForm::kOneToken : StepForm::kTensor);
+    if (p.shared.bytes > kSharedBytes) refuse("a block's shared memory does not fit");
+    blockDim.x = Traits::kThreadsPerRow * o.headdim;
+    gridDim.x = p.segments[0].blocks;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+        std::memset(smem, kPoison, sizeof(smem));
+        emulator::run_block(
+            blockDim.x, o.last_warp_first, [&] { mamba2_step_kernel<Bf16, state_t, kDstate, kOneToken>(p); });
+    }
+}
+
+template <class state_t, int kDstate>
+void run_tokens(const Case& c, const Mamba2StepParams& p) {
+    return c.options.tokens == 1 ? run_grid<state_t, kDstate, true>(c, p) : run_grid<state_t, kDstate, false>(c, p);
+}
+
+template <class state_t>
+void run_state(const Case& c, const Mamba2StepParams& p) {
+    switch (c.options.dstate) {
+        case 64: return run_tokens<state_t, 64>(c, p);
+        case 128: return run_tokens<state_t, 128>(c, p);
+        case 256: return run_tokens<state_t, 256>(c, p);
+        default: refuse("dstate must be 64, 128 or 256");
+    }
+}
+
+void run_kernel(const Case& c) {
+    const Options& o = c.options;
+    const auto tensor = [](const auto& data, int dtype, int row, int token, int head) {
+        return StepTensor{data.data(), row, token, head, dtype};
+    };
+    Mamba2StepParams p;
+    p.pool = c.pool;
+    p.shape = {o.heads, o.groups, o.heads / o.groups, o.headdim, o.dstate, o.window, false};
+    const int HP = o.heads * o.headdim, GN = o.groups * o.dstate, T = o.tokens;
+    p.in.x = tensor(c.x, REPLAYSSM_BFLOAT16, T * HP, HP, o.headdim);
+    p.in.y = tensor(c.y, REPLAYSSM_BFLOAT16, T * HP, HP, o.headdim);
+    if (o.gate) p.in.z = tensor(c.z, REPLAYSSM_BFLOAT16, T * HP, HP, o.headdim);
+    p.in.B = tensor(c.B, REPLAYSSM_BFLOAT16, T * GN, GN, o.dstate);
+    p.in.C = tensor(c.C, REPLAYSSM_BFLOAT16, T * GN, GN, o.dstate);
+    p.in.dt = tensor(c.dt, REPLAYSSM_FLOAT32, T * o.heads, o.heads, 1);
+    p.in.A = tensor(c.A, REPLAYSSM_FLOAT32, 0, 0, 1);
+    p.in.dt_bias = tensor(c.bias, REPLAYSSM_FLOAT32, 0, 0, 1);
+    p.in.D = tensor(c.D, REPLAYSSM_FLOAT32, 0, 1, o.headdim);
+    p.in.dt_max = INFINITY;
+    p.slots = {c.slots.data(), 32, 0};
+    p.accepted = {c.accepted.data(), 32, 0};
+    p.rows = c.rows();
+    p.tokens = T;
+    p.committed_cap = c.committed_cap;
+    p.heads_per_group = Divisor(o.heads / o.groups);
+    p.row_vectors = Divisor(o.headdim / 8);
+    StepSegment& segment = p.segments[0];
+    segment.heads = o.heads_per_block;
+    segment.blocks_per_row = Divisor(o.heads / o.heads_per_block);
+    segment.blocks = c.rows() * static_cast<int>(segment.blocks_per_row.value);
+    return o.packed ? run_state<Bf16>(c, p) : run_state<float>(c, p);
+}
+
+// ------------------------------------------------------------------------------------------------- the comparison
+
+double value_of(Bf16 value) { return __bfloat162float(value); }
+float state_at(const Case& c, const char* slot, int64_t i) {
+    return c.options.packed ? __bfloat162float(reinterpret_cast<const Bf16*>(slot + c.pool.state)[i])
+                            : reinterpret_cast<const float*>(slot + c.pool.state)[i];
+}
+
+struct Measures {
+    double output = 0; // largest error beyond rounding to bf16, over the sum of absolute values
+    int not_finite = 0, states = 0, cursors = 0, rings = 0, touched = 0;
+};
+
+//! One channel of one head: the checkpoint by the fold's own operations, outputs in double precision.
+void compare_channel(
+    const Case& c, const char* before, const char* after, int row, int head, int channel, Measures& out) {
+    const Options& o = c.options;
+    const int N = o.dstate, P = o.headdim, T = o.tokens, group = head / (o.heads / o.groups), R = c.ring_rows;
+    const Cursor cursor = reinterpret_cast<const Cursor*>(before + c.pool.cursor)[head * kCursorCopies];
+    const auto* ring_x = reinterpret_cast<const Bf16*>(before + c.pool.ring_x) + head * R * P + channel;
+    const auto* ring_b = reinterpret_cast<const Bf16*>(before + c.pool.ring_b) + group * R * N;
+    const auto* ring_dt = reinterpret_cast<const float*>(before + c.pool.ring_dt) + head * R;
+    std::vector<float> stored(N);
+    for (int n = 0; n < N; ++n) {
+        const int64_t at = (static_cast<int64_t>(head) * P + channel) * N + n;
+        float S = state_at(c, before, at);
+        for (int j = 0; c.flush(row) && j < c.committed(row); ++j) {
+            const int r = (cursor.origin + j) % R;
+            const float dtx = ring_dt[r] * static_cast<float>(value_of(ring_x[r * P]));
+            S = std::fma(dtx, static_cast<float>(value_of(ring_b[r * N + n])), expf(c.A[head] * ring_dt[r]) * S);
+        }
+        stored[n] = o.packed ? __bfloat162float(__float2bfloat16_rn(S)) : S;
+        out.states += state_at(c, after, at) != stored[n];
+    }
+    std::vector<double> S(stored.begin(), stored.end()), size(N);
+    for (int n = 0; n < N; ++n)
+        size[n] = std::fabs(S[n]);
+    const auto fold = [&](double dt, double x, const Bf16* b) {
+        const double decay = std::exp(c.A[head] * dt);
+        for (int n = 0; n < N; ++n) {
+            S[n] = decay * S[n] + dt * x * value_of(b[n]);
+            size[n] = decay * size[n] + std::fabs(dt * x * value_of(b[n]));
+        }
+    };
+    for (int j = 0; !c.flush(row) && j < c.committed(row); ++j) {
+        const int r = (cursor.origin + j) % R;
+        fold(ring_dt[r], value_of(ring_x[r * P]), ring_b + r * N);
+    }
+    for (int t = 0; t < T; ++t) {
+        const size_t at = ((static_cast<size_t>(row) * T + t) * o.heads + head) * P + channel;
+        const size_t bc = ((static_cast<size_t>(row) * T + t) * o.groups + group) * N;
+        const double raw = static_cast<double>(c.dt[(row * T + t) * o.heads + head]) + c.bias[head];
+        const double dt = std::log1p(std::exp(raw)), x = value_of(c.x[at]);
+        fold(dt, x, c.B.data() + bc);
+        double sum = c.D[head * P + channel] * x, magnitude = std::fabs(sum);
+        for (int n = 0; n < N; ++n) {
+            sum += S[n] * value_of(c.C[bc + n]);
+            magnitude += size[n] * std::fabs(value_of(c.C[bc + n]));
+        }
+        const double z = value_of(c.z[at]), gate = o.gate ? z / (1 + std::exp(-z)) : 1.0, want = sum * gate;
+        const double got = value_of(c.y[at]), beyond = std::fabs(got - want) - std::fabs(want) / 256;
+        if (!std::isfinite(got)) ++out.not_finite;
+        if (beyond > 0) out.output = std::max(out.output, beyond / (magnitude * std::fabs(gate)));
+        const int r = (cursor.origin + c.committed(row) + t) % R;
+        const auto* appended = reinterpret_cast<const Bf16*>(after + c.pool.ring_x) + (head * R + r) * P + channel;
+        out.rings += !(value_of(*appended) == x);
+        const float kept = reinterpret_cast<const float*>(after + c.pool.ring_dt)[head * R + r];
+        out.rings += !(std::fabs(kept - dt) <= 1e-5 * dt);
+        for (int n = 0; n < N; ++n)
+            out.rings += !(value_of(reinterpret_cast<const Bf16*>(after + c.pool.ring_b)[(group * R + r) * N + n]) ==
+                value_of(c.B[bc + n]));
+    }
+}
+
+void compare_cursors(const Case& c, const char* before, const char* after, int row, Measures& out) {
+    const Cursor was = *reinterpret_cast<const Cursor*>(before + c.pool.cursor);
+    const int origin = c.flush(row) ? (was.origin + c.committed(row)) % c.ring_rows : was.origin;
+    const int history = c.flush(row) ? 0 : c.committed(row);
+    for (int i = 0; i < c.options.heads * kCursorCopies; ++i) {
+        const Cursor& k = reinterpret_cast<const Cursor*>(after + c.pool.cursor)[i];
+        out.cursors += k.origin != origin || k.history != history || k.pending != c.options.tokens ||
+            k.limit != c.options.window;
+    }
+}
+
+//! Bytes of slots that no row names, and of live ring rows, that changed; outputs of padding that are not zero.
+int count_touched(const Case& c, const std::vector<char>& before) {
+    std::vector<bool> named(c.pool.slots, false);
+    int touched = 0;
+    for (int row = 0; row < c.rows(); ++row) {
+        if (c.slots[row] >= 0) named[c.slots[row]] = true;
+        const size_t per_row = c.y.size() / c.rows();
+        for (size_t i = 0; c.slots[row] < 0 && i < per_row; ++i)
+            touched += value_of(c.y[row * per_row + i]) != 0.0;
+    }
+    for (size_t i = 0; i < before.size(); ++i)
+        touched += !named[i / c.pool.stride_bytes] && before[i] != c.memory[i];
+    return touched;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    Case c(parse(argc, argv));
+    const std::vector<char> before = c.memory;
+    run_kernel(c);
+    Measures measures;
+    for (int row = 0; row < c.rows(); ++row) {
+        if (c.slots[row] < 0) continue;
+        const char* was = before.data() + c.pool.stride_bytes * c.slots[row];
+        for (int i = 0; i < c.options.heads * c.options.headdim; ++i)
+            compare_channel(c, was, c.slot(row), row, i / c.options.headdim, i % c.options.headdim, measures);
+        compare_cursors(c, was, c.slot(row), row, measures);
+    }
+    std::printf("output %.3e\nnot_finite %d\nstates %d\ncursors %d\nrings %d\ntouched %d\n", measures.output,
+        measures.not_finite, measures.states, measures.cursors, measures.rings, count_touched(c, before));
+    return 0;
+}

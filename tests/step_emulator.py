@@ -1,0 +1,66 @@
+"""Builds the GDN and KDA step, its own CUDA source and C interface, as a library that runs on the CPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from emulator_build import EMULATOR, FLAGS, PLUGINS, cuda_include, replace_once
+
+KERNELS = ("launch", "materialize", "step_bf16_fp32", "step_bf16_bf16")
+GENERIC = ("step_generic_bf16", "step_generic_fp16", "step_generic_fp32")
+SHARED_MEMORY = "extern __shared__ __align__(128) char smem[];"
+
+
+class StepLibrary:
+    """Sources in ``folder``/src, objects beside them. Compiled in parallel, on two cores in some 15 seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.sources = folder, folder / "src"
+        for part in ("common", "mamba2_replay", "c_api", "gated_delta_replay"):
+            shutil.copytree(PLUGINS / part, self.sources / part)
+        for place, host in (("async_copy.cuh", "bulk_copy_host.cuh"), ("launch.h", "launch_host.h")):
+            assert (self.sources / "common" / place).is_file()
+            shutil.copy(EMULATOR / host, self.sources / "common" / place)
+        shutil.copy(EMULATOR / "async_copy_host.cuh", self.sources / "common")
+        shutil.copy(EMULATOR / "delta_step_library.cpp", self.sources)
+        for kernel in ("step_kernel.cuh", "materialize.cu"):
+            path = self.sources / "gated_delta_replay" / kernel
+            path.write_text(replace_once(path.read_text(), SHARED_MEMORY, ""))
+
+    def build(self) -> Path:
+        """The library with everything in it."""
+        names = [f"gated_delta_replay/{name}.cu" for name in (*KERNELS, *GENERIC)]
+        names += ["common/reset.cu", "c_api/layout.cpp", "c_api/gated_delta.cpp", "c_api/mamba2.cpp"]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(self.compile, [*names, "delta_step_library.cpp"]))
+        return self.link("step.so")
+
+    def corrupted(self, header: str, old: str, new: str) -> Path:
+        """A library whose tuned kernel for fp32 states was compiled with other text in one of its headers."""
+        path = self.sources / "gated_delta_replay" / header
+        text = path.read_text()
+        path.write_text(replace_once(text, old, new))
+        self.compile("gated_delta_replay/step_bf16_fp32.cu")
+        path.write_text(text)
+        return self.link("corrupted.so")
+
+    def compile(self, source: str) -> None:
+        """One source to an object."""
+        include, target = cuda_include(), self.folder / (source.replace("/", "_") + ".o")
+        flags = [*FLAGS, "-fPIC", "-include", str(EMULATOR / "cuda_on_host.h"), f"-I{EMULATOR}", f"-I{self.sources}"]
+        flags += [f"-I{include}", f"-I{include / 'cccl'}"]
+        flags += ['-DREPLAYSSM_VERSION_STRING="emulated"', '-DREPLAYSSM_ARCH_STRING="90"']
+        command = ["c++", *flags, "-x", "c++", "-c", str(self.sources / source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    def link(self, name: str) -> Path:
+        """All objects to a shared library."""
+        out = self.folder / name
+        objects = [str(path) for path in sorted(self.folder.glob("*.o"))]
+        done = subprocess.run(["c++", "-shared", "-o", str(out), *objects], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return out
