@@ -85,8 +85,8 @@ def build(
     for source in (*(folder / "mamba2_replay").glob("scan_mma*.cuh"), *(folder / kernels).glob("scan*.cuh")):
         assert "asm" not in re.findall(r"\w+", source.read_text()), f"{source.name} has PTX"
     if corruption:
-        header, old, new = corruption
-        changed = folder / kernels / header
+        name_of_header, old, new = corruption
+        changed = folder / kernels / name_of_header
         changed.write_text(replace_once(changed.read_text(), old, new))
     program = folder / name
     include = cuda_include()

@@ -215,10 +215,10 @@ struct StateTile : TileLanes<state_t_, kDstate_, kRows_> {
         }
     }
 
-    //! Fold `count` rows that source.next(dtx) gives one after another.
-    template <class Source>
+    //! Fold `count` rows that source.next(dtx) gives one after another, kUnroll a turn.
+    template <int kUnroll, class Source>
     __device__ __forceinline__ void fold_rows(int count, int lane, int dstate, Source source) {
-#pragma unroll 1
+#pragma unroll kUnroll
         for (int j = 0; j < count; ++j) {
             float dtx[kRows];
             const FoldRow from = source.next(dtx);
@@ -287,7 +287,7 @@ struct PackedTile : TileLanes<state_t_, kDstate_, kRows_> {
             }
     }
 
-    template <class Source>
+    template <int kUnroll, class Source>
     __device__ __forceinline__ void fold_rows(int count, int lane, int dstate, Source source) {
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
@@ -297,7 +297,7 @@ struct PackedTile : TileLanes<state_t_, kDstate_, kRows_> {
             for (int r = 0; r < kRows; ++r)
                 unpack16<state_t>(bits[r][i], S[r]);
             Source rows = source;
-#pragma unroll 1
+#pragma unroll kUnroll
             for (int j = 0; j < count; ++j) {
                 float dtx[kRows], b[kVec];
                 const FoldRow from = rows.next(dtx);

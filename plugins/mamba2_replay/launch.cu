@@ -15,7 +15,9 @@ struct Cut {
     int one_token;
     int more_tokens;
 };
-constexpr Cut kCuts[] = {{2, 1, 1}, {24, 2, 2}, {64, 4, 4}, {1 << 30, 4, 8}};
+constexpr Cut kCuts[] = {{2, 1, 1}, {24, 2, 2}, {48, 2, 4}, {1 << 30, 4, 4}};
+//! So few heads per multiprocessor that the state is there as soon as the ring rows, which then go first.
+constexpr int kFewHeads = 2;
 //! Blocks of a multiprocessor at a time, for the length of the grid's tail.
 constexpr int kResidentBlocks = 4;
 
@@ -25,19 +27,26 @@ int largest_divisor(int value, int limit) {
     return 1;
 }
 
+bool fits(const Mamba2StepParams& p, int state_dtype, int act_dtype, int heads, bool tuned) {
+    const StepShared shared = step_shared(p, dtype_bytes(state_dtype), dtype_bytes(act_dtype), heads, tuned);
+    return shared.bytes <= static_cast<uint32_t>(device_limits().block_shared_bytes);
+}
+
 //! Whether a tuned kernel takes the step: its types and sizes, and a head's state beside its ring in shared memory.
+//! Never a question of the batch: the kernels round outputs differently.
 bool is_tuned(const Mamba2StepParams& p, int state_dtype, int act_dtype) {
     if (act_dtype != REPLAYSSM_BFLOAT16 || (state_dtype != REPLAYSSM_FLOAT32 && state_dtype != REPLAYSSM_BFLOAT16))
         return false;
     if (!is_tuned_dstate(p.shape.dstate) || p.shape.headdim > kTunedHeaddim) return false;
-    const uint32_t state_bytes = p.shape.headdim * p.shape.dstate * dtype_bytes(state_dtype);
-    const StepShared shared(p.committed_cap, p.tokens, p.shape.headdim, p.shape.dstate, dtype_bytes(act_dtype), 2,
-        state_bytes, p.in.z.data != nullptr, p.tokens == 1);
-    return shared.bytes <= static_cast<uint32_t>(device_limits().block_shared_bytes);
+    return fits(p, state_dtype, act_dtype, 1, true);
+}
+
+int heads_per_multiprocessor(const Mamba2StepParams& p) {
+    return p.rows * p.shape.nheads / device_limits().multiprocessors;
 }
 
 int choose_heads(const Mamba2StepParams& p) {
-    const int per_multiprocessor = p.rows * p.shape.nheads / device_limits().multiprocessors;
+    const int per_multiprocessor = heads_per_multiprocessor(p);
     for (const Cut& cut : kCuts) {
         if (per_multiprocessor > cut.heads_per_multiprocessor) continue;
         return largest_divisor(p.shape.heads_per_group, p.tokens == 1 ? cut.one_token : cut.more_tokens);
@@ -73,12 +82,14 @@ void fill_segments(Mamba2StepParams& p, int heads, int splits, bool even) {
 
 void launch_mamba2_step(
     Mamba2StepParams p, int state_dtype, int act_dtype, Mamba2StepTuning tuning, cudaStream_t stream) {
-    const bool tuned = is_tuned(p, state_dtype, act_dtype);
-    const int heads = tuning.heads_per_block == 0 ? choose_heads(p) : tuning.heads_per_block;
+    int heads = tuning.heads_per_block == 0 ? choose_heads(p) : tuning.heads_per_block;
     require(heads >= 1 && p.shape.heads_per_group % heads == 0, "tuning.heads_per_block is ", heads,
         "; it must be 0 or divide the heads per group, ", p.shape.heads_per_group);
+    const bool tuned = is_tuned(p, state_dtype, act_dtype);
+    while (heads > 1 && !fits(p, state_dtype, act_dtype, heads, tuned))
+        heads = largest_divisor(p.shape.heads_per_group, heads - 1);
     fill_segments(p, heads, tuned ? 1 : 4, tuning.flags & REPLAYSSM_STEP_EVEN_BLOCKS);
-    p.state_first = !(tuning.flags & REPLAYSSM_STEP_STATE_LAST);
+    p.state_first = !(tuning.flags & REPLAYSSM_STEP_STATE_LAST) && heads_per_multiprocessor(p) >= kFewHeads;
     p.early_launch = !(tuning.flags & REPLAYSSM_STEP_PLAIN_LAUNCH) && device_limits().early_launch;
     if (tuned && state_dtype == REPLAYSSM_FLOAT32) return launch_step_bf16_fp32(p, stream);
     if (tuned) return launch_step_bf16_bf16(p, stream);

@@ -7,15 +7,21 @@
 
 namespace replayssm {
 
+//! Shared memory of a block that takes `heads` heads.
+inline StepShared step_shared(const Mamba2StepParams& p, int state_bytes, int act_bytes, int heads, bool tuned) {
+    const int chunk = 8 * 16 / state_bytes, padded_dstate = (p.shape.dstate + chunk - 1) / chunk * chunk; // fold.cuh
+    const StepForm form = !tuned ? StepForm::kGeneric : p.tokens == 1 ? StepForm::kOneToken : StepForm::kTensor;
+    const uint32_t state = tuned ? p.shape.headdim * p.shape.dstate * state_bytes : 0;
+    return StepShared(p.committed_cap, p.tokens, tuned ? p.shape.headdim : p.shape.headdim / 4, padded_dstate,
+        act_bytes, heads, state, p.in.z.data != nullptr, form);
+}
+
 template <class act_t, class state_t, int kDstate>
 void launch_step_kernel(Mamba2StepParams p, cudaStream_t stream) {
     using Traits = StepTraits<state_t, kDstate, true>;
     constexpr bool kTuned = kDstate != 0; // the generic kernel is one for any number of tokens
     const int block_rows = p.shape.headdim / Traits::kSplit;
-    const uint32_t state_bytes = kTuned ? static_cast<uint32_t>(block_rows * p.shape.dstate * sizeof(state_t)) : 0;
-    p.shared = StepShared(p.committed_cap, p.tokens, block_rows,
-        TileLanes<state_t, kDstate, 1>::padded_dstate(p.shape.dstate), sizeof(act_t), p.segments[0].heads > 1 ? 2 : 1,
-        state_bytes, p.in.z.data != nullptr, p.tokens == 1 && kTuned);
+    p.shared = step_shared(p, sizeof(state_t), sizeof(act_t), p.segments[0].heads, kTuned);
     p.row_vectors = Divisor(block_rows / row_access_elems<act_t, Traits::kSplit>());
     p.heads_per_group = Divisor(p.shape.heads_per_group);
     int blocks = 0;

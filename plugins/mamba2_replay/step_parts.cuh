@@ -1,17 +1,18 @@
 //! Parts of the step kernel: what a block works on, its rows of x and z, the weights of rows, the fold and the outputs.
 #pragma once
 
-#include "step_shared.cuh"
+#include "tensor_tile.cuh"
 
 namespace replayssm {
 
 //! What a block knows about its work once the cursor is there.
 struct StepBlock {
     char* slot; // pool base + slot_bytes
-    int64_t slot_bytes;
     RingPlan plan;
     int thread, row, split, first_head, heads, group, tokens, dstate, block_rows;
+    int limit; // of the window that the next step meets
 };
+static_assert(sizeof(StepBlock) <= kStepBlockBytes, "room for it in shared memory");
 
 //! Which row, heads and part of a head this block has.
 template <int kSplit>
@@ -51,13 +52,13 @@ __host__ __device__ constexpr int row_access_elems() {
 }
 
 //! The copies of a head's x rows (tokens, then live ring rows) and z rows to shared memory. Which pieces a thread
-//! copies is the same for every head: it keeps the addresses of the first kHeld and moves them from head to head.
-template <class act_t, int kSplit, int kHeld>
+//! copies is the same for every head: it keeps the address of its first one and moves it from head to head.
+template <class act_t, int kSplit>
 struct RowCopies {
     static constexpr int kElems = row_access_elems<act_t, kSplit>();
-    const act_t* source[kHeld];
-    int step[kHeld];   // elements to the next head
-    int target[kHeld]; // byte offset in buffer 0; negative: no piece
+    const act_t* source;
+    int step;   // elements to the next head
+    int target; // byte offset in buffer 0; negative: no piece
 
     struct Piece {
         const act_t* source;
@@ -92,29 +93,21 @@ struct RowCopies {
         return piece;
     }
 
-    __device__ __forceinline__ RowCopies(const Mamba2StepParams& p, const StepBlock& b) {
-#pragma unroll
-        for (int h = 0; h < kHeld; ++h) {
-            const int i = h * blockDim.x + b.thread;
-            target[h] = -1;
-            if (i >= pieces(p, b)) continue;
-            const Piece first = piece(p, b, i);
-            source[h] = first.source;
-            step[h] = first.step;
-            target[h] = first.target;
-        }
+    __device__ __forceinline__ RowCopies(const Mamba2StepParams& p, const StepBlock& b) : target(-1) {
+        if (b.thread >= pieces(p, b)) return;
+        const Piece first = piece(p, b, b.thread);
+        source = first.source;
+        step = first.step;
+        target = first.target;
     }
 
     //! By the block, once for every head k in turn.
     __device__ __forceinline__ void start(const Mamba2StepParams& p, char* smem, const StepBlock& b, int k) {
         char* buffer = smem + p.shared.x + (k & 1) * p.shared.buffer_bytes;
-#pragma unroll
-        for (int h = 0; h < kHeld; ++h) {
-            if (target[h] < 0) continue;
-            copy_piece<kElems * sizeof(act_t)>(buffer + target[h], source[h]);
-            source[h] += step[h];
-        }
-        for (int i = kHeld * blockDim.x + b.thread; i < pieces(p, b); i += blockDim.x) {
+        if (target < 0) return;
+        copy_piece<kElems * sizeof(act_t)>(buffer + target, source);
+        source += step;
+        for (int i = blockDim.x + b.thread; i < pieces(p, b); i += blockDim.x) {
             const Piece other = piece(p, b, i);
             copy_piece<kElems * sizeof(act_t)>(
                 buffer + other.target, other.source + static_cast<int64_t>(k) * other.step);
@@ -122,124 +115,48 @@ struct RowCopies {
     }
 };
 
-//! What one warp needs to weigh the rows of a head, loaded long before: lane t has token t, lane j ring rows j and j +
-//! 32.
-struct HeadScalars {
-    float A = 0.0f;
-    RawStep raw;
-    float ring_dt[kMaxWindow / kWarp];
-
-    __device__ __forceinline__ void load_token(const Mamba2StepParams& p, const StepBlock& b, int head) {
-        const int lane = b.thread & (kWarp - 1);
-        A = __ldg(static_cast<const float*>(p.in.A.data) + head * p.in.A.head);
-        if (lane >= b.tokens) return;
-        raw.load(p.in.dt, b.row * p.in.dt.row + lane * p.in.dt.token + head * p.in.dt.head, p.in.dt_bias,
-            head * p.in.dt_bias.head);
-    }
-
-    __device__ __forceinline__ void load_ring(const Mamba2StepParams& p, const StepBlock& b, int head) {
-        const int lane = b.thread & (kWarp - 1);
-        const float* ring = reinterpret_cast<const float*>(b.slot + p.pool.ring_dt) + head * p.pool.ring_dt_stride;
-#pragma unroll
-        for (int i = 0; i < kMaxWindow / kWarp; ++i) {
-            const int j = i * kWarp + lane;
-            ring_dt[i] = j < b.plan.committed ? ring[ring_row(b.plan.origin, j, p.pool.ring_rows)] : 0.0f;
-        }
-    }
-};
-
-//! Lane t: dt and decay of token t, 0 and 1 in the other lanes.
-struct TokenStep {
-    float step = 0.0f;
-    float decay = 1.0f;
-
-    __device__ __forceinline__ TokenStep(const Mamba2StepParams& p, const StepBlock& b, const HeadScalars& scalars) {
-        if ((b.thread & (kWarp - 1)) >= b.tokens) return;
-        step = scalars.raw.value(p.in);
-        decay = decay_of(scalars.A, step);
-    }
-};
-
-//! By one warp: decays and dt of the committed rows (for the fold), the weight of every row in every token's output
-//! (one token: but for B_r . C_t), the weight of S C_t; appends the tokens' dt. Products of decays, never exp of a
-//! difference: nothing can overflow or cancel.
-template <bool kOneToken>
-__device__ __forceinline__ void weigh_rows(const Mamba2StepParams& p, char* smem, const StepBlock& b, int head,
-    int buffer, const HeadScalars& scalars, const TokenStep& token) {
-    const int lane = b.thread & (kWarp - 1), tokens = kOneToken ? 1 : b.tokens;
-    float2* fold = reinterpret_cast<float2*>(smem + p.shared.fold) + buffer * (p.shared.rows_cap - b.tokens);
-    const int stride = kOneToken ? 1 : p.shared.coef_stride;
-    float* coef = reinterpret_cast<float*>(smem + p.shared.coef) + buffer * p.shared.rows_cap * stride;
-    const float* BC = reinterpret_cast<const float*>(smem + p.shared.BC);
-
-    const float token_step = token.step, token_decay = token.decay;
-    if (lane < tokens) {
-        if (b.split == 0) {
-            float* ring_dt = reinterpret_cast<float*>(b.slot + p.pool.ring_dt) + head * p.pool.ring_dt_stride;
-            const int append = ring_row(b.plan.origin, b.plan.committed, p.pool.ring_rows);
-            ring_dt[ring_row(append, lane, p.pool.ring_rows)] = token_step;
-        }
-    }
-    float up_to = token_decay; // lane t: product of the decays of tokens 0..t
-    if (!kOneToken) {
-#pragma unroll
-        for (int d = 1; d < kMaxSpecLen; d *= 2) {
-            const float other = __shfl_up_sync(kFullMask, up_to, d);
-            if (lane >= d) up_to *= other;
-        }
-    }
-    float behind = 1.0f; // product of the decays of all rows behind this batch of 32
-#pragma unroll
-    for (int i = kMaxWindow / kWarp - 1; i >= 0; --i) {
-        const int j = i * kWarp + lane;
-        if (i * kWarp >= b.plan.committed) continue;
-        const float dt = scalars.ring_dt[i], decay = decay_of(scalars.A, dt); // dt 0, decay 1 in dead lanes
-        if (j < b.plan.committed) fold[j] = make_float2(decay, dt);
-        if (b.plan.flush) continue;
-        float from = decay; // product of the decays of rows j.. of this batch
-#pragma unroll
-        for (int d = 1; d < kWarp; d *= 2) {
-            const float other = __shfl_down_sync(kFullMask, from, d);
-            if (lane + d < kWarp) from *= other;
-        }
-        float after = __shfl_down_sync(kFullMask, from, 1);
-        if (lane == kWarp - 1) after = 1.0f;
-        const float weight = dt * (after * behind);
-        for (int t = 0; t < tokens; ++t) {
-            const float scale = __shfl_sync(kFullMask, up_to, t);
-            if (j >= b.plan.committed) continue;
-            const float product = kOneToken ? 1.0f : BC[t * p.shared.rows_cap + tokens + j];
-            coef[(tokens + j) * stride + t] = weight * scale * product;
-        }
-        behind *= __shfl_sync(kFullMask, from, 0);
-    }
-    float weight = token_step; // lane i: dt_i times the decays of tokens i+1..t
-    for (int t = 0; t < tokens; ++t) {
-        const float decay = __shfl_sync(kFullMask, token_decay, t);
-        if (t > lane) weight *= decay;
-        if (lane <= t) coef[lane * stride + t] = weight * (kOneToken ? 1.0f : BC[t * p.shared.rows_cap + lane]);
-    }
-    if (lane < tokens) reinterpret_cast<float*>(smem + p.shared.decay)[buffer * tokens + lane] = behind * up_to;
-}
-
-//! By the block: x rows of the tokens to the ring.
+//! By the block: x rows of the tokens to the rings of all its heads. A thread's first piece is asked for early.
 template <class act_t, int kSplit>
-__device__ __forceinline__ void append_x(
-    const Mamba2StepParams& p, const char* smem, const StepBlock& b, int head, int buffer) {
-    constexpr int kElems = row_access_elems<act_t, kSplit>();
-    const int vectors = p.row_vectors.value;
-    if (b.thread >= b.tokens * vectors) return;
-    act_t* ring = reinterpret_cast<act_t*>(b.slot + p.pool.ring_x) + head * p.pool.ring_rows * p.shape.headdim +
-        b.split * b.block_rows;
-    const int append = ring_row(b.plan.origin, b.plan.committed, p.pool.ring_rows);
-    for (int i = b.thread; i < b.tokens * vectors; i += blockDim.x) {
-        const int t = divide(i, p.row_vectors), at = (i - t * vectors) * kElems;
-        const char* source =
-            smem + p.shared.x + buffer * p.shared.buffer_bytes + t * p.shared.row_bytes + at * sizeof(act_t);
-        store_pack(
-            ring + ring_row(append, t, p.pool.ring_rows) * p.shape.headdim + at, load_pack<act_t, kElems>(source));
+struct Appends {
+    static constexpr int kElems = row_access_elems<act_t, kSplit>();
+    using Piece = Pack<act_t, kElems>;
+    Piece first;
+
+    static __device__ __forceinline__ int pieces(const Mamba2StepParams& p, const StepBlock& b) {
+        return b.heads * b.tokens * static_cast<int>(p.row_vectors.value);
     }
-}
+
+    struct Place {
+        int head, token, at;
+        __device__ __forceinline__ Place(const Mamba2StepParams& p, const StepBlock& b, int i) {
+            const int row = divide(i, p.row_vectors), k = b.tokens == 1 ? row : row / b.tokens;
+            at = b.split * b.block_rows + (i - row * static_cast<int>(p.row_vectors.value)) * kElems;
+            head = b.first_head + k;
+            token = row - k * b.tokens;
+        }
+    };
+
+    static __device__ __forceinline__ Piece load_piece(const Mamba2StepParams& p, const StepBlock& b, int i) {
+        const Place place(p, b, i);
+        return load_pack<act_t, kElems>(static_cast<const act_t*>(p.in.x.data) +
+            (b.row * p.in.x.row + place.token * p.in.x.token + place.head * p.in.x.head + place.at));
+    }
+
+    __device__ __forceinline__ void load(const Mamba2StepParams& p, const StepBlock& b) {
+        if (b.thread < pieces(p, b)) first = load_piece(p, b, b.thread);
+    }
+
+    __device__ __forceinline__ void store(const Mamba2StepParams& p, const StepBlock& b) {
+        const int append = ring_row(b.plan.origin, b.plan.committed, p.pool.ring_rows);
+        for (int i = b.thread; i < pieces(p, b); i += blockDim.x) {
+            const Piece piece = i == b.thread ? first : load_piece(p, b, i);
+            const Place place(p, b, i);
+            act_t* ring = reinterpret_cast<act_t*>(b.slot + p.pool.ring_x);
+            const int row = place.head * p.pool.ring_rows + ring_row(append, place.token, p.pool.ring_rows);
+            store_pack(ring + row * p.shape.headdim + place.at, piece);
+        }
+    }
+};
 
 //! The committed rows of a head, one after another, as a thread folds them.
 template <class act_t, int kRows>
@@ -250,11 +167,11 @@ struct CommittedRows {
     int row_bytes, n_pad;
 
     __device__ __forceinline__ CommittedRows(
-        const Mamba2StepParams& p, const char* smem, const StepBlock& b, int buffer)
-        : fold(reinterpret_cast<const float2*>(smem + p.shared.fold) + buffer * (p.shared.rows_cap - b.tokens)),
-          x(smem + p.shared.x + buffer * p.shared.buffer_bytes + b.tokens * p.shared.row_bytes +
+        const Mamba2StepParams& p, const char* smem, const StepBlock& b, int k)
+        : fold(reinterpret_cast<const float2*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens)),
+          x(smem + p.shared.x + (k & 1) * p.shared.buffer_bytes + b.tokens * p.shared.row_bytes +
               (b.thread >> 3) * kRows * static_cast<int>(sizeof(act_t))),
-          B(reinterpret_cast<const float*>(smem + p.shared.B) + b.tokens * p.shared.n_pad),
+          B(reinterpret_cast<const float*>(smem + p.shared.ring_B)),
           row_bytes(p.shared.row_bytes), n_pad(p.shared.n_pad) {}
 
     __device__ __forceinline__ FoldRow next(float (&dtx)[kRows]) {
@@ -270,20 +187,30 @@ struct CommittedRows {
     }
 };
 
-//! Outputs of the tokens t0 .. t0 + kTokens - 1. y points at this lane's row of token 0.
+//! This lane's part of S C_u of the tokens t0 .. t0 + kTokens - 1, [row][token].
+template <class Tile, int kTokens, bool kOneToken>
+__device__ __forceinline__ void multiply_state(const Tile& tile, const Mamba2StepParams& p, const char* smem,
+    const StepBlock& b, int t0, float (&part)[Tile::kRows * kTokens]) {
+    if constexpr (kOneToken && sizeof(typename Tile::state_t) == 2) {
+        tensor_dot(tile, smem + p.shared.C, b.thread & (kWarp - 1), part);
+    } else {
+        tile.template dot<kTokens>(reinterpret_cast<const float*>(smem + p.shared.C) + t0 * p.shared.n_pad,
+            p.shared.n_pad, b.thread & 7, b.dstate, part);
+    }
+}
+
+//! Outputs of the tokens t0 .. t0 + kTokens - 1; part: of multiply_state. y points at this lane's row of token 0.
 template <class Tile, class act_t, int kTokens, bool kOneToken>
-__device__ __forceinline__ void write_outputs(const Tile& tile, const Mamba2StepParams& p, const char* smem,
-    const StepBlock& b, int buffer, float D, act_t* y, int t0) {
+__device__ __forceinline__ void write_outputs(float (&part)[Tile::kRows * kTokens], const Mamba2StepParams& p,
+    const char* smem, const StepBlock& b, int k, float D, act_t* y, int t0) {
     constexpr int kRows = Tile::kRows;
     const int lane = b.thread & 7, first = (b.thread >> 3) * kRows, tokens = kOneToken ? 1 : b.tokens;
     const int stride = kOneToken ? 1 : p.shared.coef_stride;
-    const float* coef = reinterpret_cast<const float*>(smem + p.shared.coef) + buffer * p.shared.rows_cap * stride + t0;
+    const float* coef =
+        reinterpret_cast<const float*>(smem + p.shared.coef) + k * p.shared.coef_rows * stride + t0;
     const float* BC = reinterpret_cast<const float*>(smem + p.shared.BC);
-    const float* decay = reinterpret_cast<const float*>(smem + p.shared.decay) + buffer * tokens + t0;
-    const char* x = smem + p.shared.x + buffer * p.shared.buffer_bytes;
-    float part[kRows * kTokens]; // [row][token]
-    tile.template dot<kTokens>(
-        reinterpret_cast<const float*>(smem + p.shared.C) + t0 * p.shared.n_pad, p.shared.n_pad, lane, b.dstate, part);
+    const float* decay = reinterpret_cast<const float*>(smem + p.shared.decay) + k * stride + t0;
+    const char* x = smem + p.shared.x + (k & 1) * p.shared.buffer_bytes;
 #pragma unroll
     for (int u = 0; u < kTokens; ++u)
 #pragma unroll
@@ -319,22 +246,24 @@ __device__ __forceinline__ void write_outputs(const Tile& tile, const Mamba2Step
     }
 }
 
-//! All tokens' outputs, four at a time while there are as many.
-template <class Tile, class act_t, bool kOneToken>
+//! All tokens' outputs of the generic form, four at a time while there are as many.
+template <class Tile, class act_t>
 __device__ __forceinline__ void write_all_outputs(
-    const Tile& tile, const Mamba2StepParams& p, const char* smem, const StepBlock& b, int buffer, float D, act_t* y) {
-    if constexpr (kOneToken) {
-        write_outputs<Tile, act_t, 1, true>(tile, p, smem, b, buffer, D, y, 0);
-    } else {
-        int t = 0;
-        for (; t + 4 <= b.tokens; t += 4)
-            write_outputs<Tile, act_t, 4, false>(tile, p, smem, b, buffer, D, y, t);
-        if (b.tokens & 2) {
-            write_outputs<Tile, act_t, 2, false>(tile, p, smem, b, buffer, D, y, t);
-            t += 2;
-        }
-        if (b.tokens & 1) write_outputs<Tile, act_t, 1, false>(tile, p, smem, b, buffer, D, y, t);
+    const Tile& tile, const Mamba2StepParams& p, const char* smem, const StepBlock& b, int k, float D, act_t* y) {
+    const auto write = [&](auto count, int t) {
+        constexpr int kTokens = decltype(count)::value;
+        float part[Tile::kRows * kTokens];
+        multiply_state<Tile, kTokens, false>(tile, p, smem, b, t, part);
+        write_outputs<Tile, act_t, kTokens, false>(part, p, smem, b, k, D, y, t);
+    };
+    int t = 0;
+    for (; t + 4 <= b.tokens; t += 4)
+        write(std::integral_constant<int, 4>(), t);
+    if (b.tokens & 2) {
+        write(std::integral_constant<int, 2>(), t);
+        t += 2;
     }
+    if (b.tokens & 1) write(std::integral_constant<int, 1>(), t);
 }
 
 } // namespace replayssm

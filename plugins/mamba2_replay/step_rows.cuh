@@ -1,7 +1,7 @@
 //! B and C rows of a step: from global memory to B.C in shared memory, C in fp32 for S C, B in fp32 for a fold.
 #pragma once
 
-#include "step_parts.cuh"
+#include "step_weigh.cuh"
 
 namespace replayssm {
 
@@ -121,38 +121,56 @@ struct OneTokenRows {
         }
     }
 
-    //! Sum over dstate of B C, in all lanes that share a row.
-    static __device__ __forceinline__ float product(uint4 row, const float (&c)[kVec]) {
-        float value[kVec], sum = 0.0f;
-        unpack16<act_t>(row, value);
+    //! Sums over dstate of B C for kCount rows, in all lanes that share a row.
+    template <int kCount>
+    static __device__ __forceinline__ void products(
+        const uint4 (&row)[kCount], const float (&c)[kVec], float (&sum)[kCount]) {
 #pragma unroll
-        for (int v = 0; v < kVec; ++v)
-            sum = __fmaf_rn(value[v], c[v], sum);
+        for (int i = 0; i < kCount; ++i) {
+            float value[kVec];
+            unpack16<act_t>(row[i], value);
+            sum[i] = 0.0f;
+#pragma unroll
+            for (int v = 0; v < kVec; ++v)
+                sum[i] = __fmaf_rn(value[v], c[v], sum[i]);
+        }
 #pragma unroll
         for (int d = kVectors / 2; d > 0; d /= 2)
-            sum = __fadd_rn(sum, __shfl_xor_sync(kFullMask, sum, d));
-        return sum;
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(kFullMask, sum[i], d));
+    }
+
+    //! C to shared memory, as the product S C reads it.
+    __device__ __forceinline__ void put_c(const Mamba2StepParams& p, char* smem) const {
+        if (threadIdx.x >= kVectors) return;
+        if constexpr (sizeof(typename Tile::state_t) == 2) {
+            reinterpret_cast<uint4*>(smem + p.shared.C)[threadIdx.x] = C;
+        } else {
+            put_row_vector<Tile, act_t>(reinterpret_cast<float*>(smem + p.shared.C), column(), C);
+        }
     }
 
     __device__ __forceinline__ void finish(const Mamba2StepParams& p, char* smem, const StepBlock& b) {
         const int n_pad = Tile::padded_dstate(Tile::kDstate), unit = threadIdx.x / kVectors,
                   units = blockDim.x / kVectors;
-        float* rows = reinterpret_cast<float*>(smem + p.shared.B) + n_pad; // row 0 is the token's, which no fold reads
+        float* rows = reinterpret_cast<float*>(smem + p.shared.ring_B);
         float* BC = reinterpret_cast<float*>(smem + p.shared.BC);
-        if (threadIdx.x < kVectors)
-            put_row_vector<Tile, act_t>(reinterpret_cast<float*>(smem + p.shared.C), column(), C);
         float c[kVec];
         unpack16<act_t>(C, c);
-        const float own = product(B, c);
-        if (threadIdx.x == 0) BC[0] = own;
+        const uint4 token[1] = {B};
+        float own[1];
+        products(token, c, own);
+        if (threadIdx.x == 0) BC[0] = own[0];
         for (int first = 0; first < b.plan.committed; first += kLoads * units) {
             if (first > 0) load_ring(p, b, first);
+            float sum[kLoads];
+            products(ring, c, sum);
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 const int j = first + i * units + unit;
-                const float sum = product(ring[i], c);
                 if (j >= b.plan.committed) continue;
-                if (threadIdx.x % kVectors == 0) BC[1 + j] = sum;
+                if (threadIdx.x % kVectors == 0) BC[1 + j] = sum[i];
                 if (b.plan.flush) put_row_vector<Tile, act_t>(rows + j * n_pad, column(), ring[i]);
             }
         }

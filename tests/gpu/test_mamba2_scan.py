@@ -79,10 +79,17 @@ class Prompts:
 
     def run(self, **options: Any) -> torch.Tensor:
         """The scan into NaN-filled outputs."""
-        bounds = torch.tensor(self.ends, dtype=torch.int32, device=DEVICE)
-        flags = torch.tensor(self.resumes, device=DEVICE)
-        arguments = {"cu_seqlens": bounds, "has_initial": flags, "out": torch.full_like(self.tokens["x"], FILL)}
-        return kernels.mamba2_scan(self.pool, self.slots, **self.tokens, **self.params, **(arguments | options))
+        needed = {"cu_seqlens", "has_initial", "out"} - set(options)
+        arguments = self.arguments() | options if needed else options
+        return kernels.mamba2_scan(self.pool, self.slots, **self.tokens, **self.params, **arguments)
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """What a scan of these prompts needs beside the tokens, on the device."""
+        return {
+            "cu_seqlens": torch.tensor(self.ends, dtype=torch.int32, device=DEVICE),
+            "has_initial": torch.tensor(self.resumes, device=DEVICE),
+            "out": torch.full_like(self.tokens["x"], FILL),
+        }
 
     def oracle(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """float64 outputs and final states of all sequences; those of one length in one go."""
@@ -228,10 +235,11 @@ def test_bits_do_not_depend_on_company_or_launch():
     lone = kernels.mamba2_scan(together.pool, slots, **alone, **together.params, cu_seqlens=bounds)
     assert torch.equal(lone, y[259:559])
     assert_same_bits(together.pool["state"][slots.long()], states[3:4])
-    graph, out = torch.cuda.CUDAGraph(), torch.full_like(y, FILL)
-    together.run(out=out)
+    graph, arguments = torch.cuda.CUDAGraph(), together.arguments()
+    out = arguments["out"]
+    together.run(**arguments)
     with torch.cuda.graph(graph):
-        together.run(out=out)
+        together.run(**arguments)
     out.fill_(FILL)
     together.pool["state"].fill_(FILL)
     graph.replay()
