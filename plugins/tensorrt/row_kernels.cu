@@ -3,8 +3,6 @@
 #include "../common/launch.h"
 #include "../common/slot_layout.h"
 
-#include <cstdio>
-
 namespace replayssm::plugin {
 namespace {
 
@@ -31,15 +29,7 @@ struct SlotCheck {
 
 __global__ void __launch_bounds__(kThreads) slot_check_kernel(const __grid_constant__ SlotCheck p) {
     const int row = blockIdx.x * kThreads + threadIdx.x;
-    if (row >= p.rows) return;
-    const int slot = p.slot_mapping[row];
-    if (slot < -1 || slot >= p.slots)
-        printf("[trtllm-replayssm] slot_mapping[%d] is %d; it must be -1 or from 0 to %lld\n", row, slot,
-            static_cast<long long>(p.slots - 1));
-    for (int other = 0; slot >= 0 && other < row; ++other) {
-        if (p.slot_mapping[other] == slot)
-            printf("[trtllm-replayssm] slot_mapping[%d] and slot_mapping[%d] are both %d\n", other, row, slot);
-    }
+    if (row < p.rows) check_slot(p.slot_mapping, row, p.slots);
 }
 #endif
 

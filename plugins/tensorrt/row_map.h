@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 
 #if defined(__CUDACC__)
 #define REPLAYSSM_HOST_DEVICE __host__ __device__
@@ -50,6 +51,19 @@ REPLAYSSM_HOST_DEVICE inline void map_row(const ScanRowsParams& in, const ScanRo
     out.slots[2 * row + 1] = -1;
     out.has_initial[2 * row] = initial;
     out.has_initial[2 * row + 1] = 0;
+}
+
+//! Prints what is wrong with the slot of `row`: outside the pool, or another row's too. For debug builds.
+REPLAYSSM_HOST_DEVICE inline void check_slot(const int32_t* slot_mapping, int row, int64_t slots) {
+    const int slot = slot_mapping[row];
+    if (slot < -1 || slot >= slots) {
+        printf("[trtllm-replayssm] slot_mapping[%d] is %d; it must be -1 or from 0 to %lld\n", row, slot,
+            static_cast<long long>(slots - 1));
+    }
+    for (int other = 0; slot >= 0 && other < row; ++other) {
+        if (slot_mapping[other] == slot)
+            printf("[trtllm-replayssm] slot_mapping[%d] and slot_mapping[%d] are both %d\n", other, row, slot);
+    }
 }
 
 } // namespace replayssm::plugin

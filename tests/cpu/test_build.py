@@ -238,6 +238,18 @@ def test_a_timing_cache_that_is_no_use(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_timing_cache_that_cannot_be_written_is_said_before_the_build(
+    checkpoint: Path, tmp_path: Path, standin: StandInBuild
+) -> None:
+    def build(*arguments: Any) -> None:
+        raise AssertionError("the builder must not run")
+
+    standin.trt.Builder.build_serialized_network = build
+    with pytest.raises(ReplayError, match=r"timing cache .* cannot be written: .*none is no directory that may be wri"):
+        build_engine(checkpoint, tmp_path / "out", BuildOptions(timing_cache=tmp_path / "none" / "cache"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_progress_of_a_newer_tensorrt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = use(StandInBuild("10"), monkeypatch)
     build.phases = [
@@ -255,8 +267,9 @@ def test_progress_of_a_newer_tensorrt(checkpoint: Path, tmp_path: Path, monkeypa
     assert build.continued == [None, None, True, None, True, None]
 
 
+@pytest.mark.parametrize("progress", [None, lambda *step: None], ids=["no progress", "progress"])
 def test_ctrl_c_stops_a_build_at_its_next_step(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Any
 ) -> None:
     build = use(StandInBuild("10"), monkeypatch)
     build.result = None
@@ -272,7 +285,7 @@ def test_ctrl_c_stops_a_build_at_its_next_step(
     build.phases = [("phase_start", "A", None, 3), ("step_complete", "A", 0)]
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        build_engine(checkpoint, tmp_path / "out", progress=lambda *step: None)
+        build_engine(checkpoint, tmp_path / "out", progress=progress)
     assert build.continued[-1] is False
     assert signal.getsignal(signal.SIGINT) is before and list(tmp_path.iterdir()) == []
 

@@ -296,3 +296,13 @@ def test_config_object_is_complete(converted: Path) -> None:
     """Every field of HybridConfig is stored, so that a default that changes later changes no checkpoint."""
     stored = json.loads((converted / "config.json").read_text())["replayssm"]
     assert {f.name for f in dataclasses.fields(HybridConfig)} <= set(stored)
+
+
+def test_an_object_of_before_a_field_came_has_its_default(converted: Path) -> None:
+    """Checkpoints that were written when HybridConfig had no latent attention and one gate load as ever."""
+    config, weights = load_checkpoint(converted)
+    newer = ("gate", "gate_lower_bound", *(f.name for f in dataclasses.fields(HybridConfig) if "latent" in f.name))
+    edit(converted, replayssm={k: v for k, v in model(converted).items() if k not in newer})
+    again, same = load_checkpoint(converted)
+    assert again == config and set(same) == set(weights)
+    assert len(newer) > 4 and not set(newer) & set(model(converted))

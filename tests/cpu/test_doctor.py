@@ -254,6 +254,34 @@ def test_probe_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert probes.probe_library()["status"] == "missing"
 
 
+def test_probe_of_the_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a child each: registered with tensorrt_rtx; refused because another copy was there first; nothing to ask."""
+    from trtllm_replayssm import plugins
+
+    result = probes.run_in_child(["plugins"])["plugins"]
+    assert result["status"] == "ok" and "ReplayMamba2, ReplayGatedDelta in TensorRT for RTX 1." in result["detail"]
+    assert [line.split()[:2] for line in result["lines"]] == [["registered", name] for name in plugins.PLUGIN_FIELDS]
+    make_packages(tmp_path, tensorrt_rtx="raise ImportError('broken')", tensorrt="raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    alone = probes.run_in_child(["plugins"])["plugins"]
+    assert alone == {"status": "missing", "detail": "no TensorRT to register with", "do": ""}
+    first = f"import ctypes, sys; sys.path.remove({str(tmp_path)!r}); del sys.modules['tensorrt_rtx']\n"
+    second = tmp_path / "second_library.so"
+    first += f"import tensorrt_rtx; ctypes.CDLL({str(second)!r}).initTrtllmReplaySsmPlugins(None, None)"
+    second.write_bytes(plugins.library_path().read_bytes())
+    (tmp_path / "tensorrt_rtx" / "__init__.py").write_text(first)
+    clash = probes.run_in_child(["plugins"])["plugins"]
+    assert clash["status"] == "broken" and "another creator has that name" in clash["detail"]
+    assert clash["lines"][0].startswith("refused ReplayCausalConv")
+    part = command._part("plugins", clash)
+    assert (part["do"], part["status"]) == ("", "broken")
+    rows = by_name(command.capabilities(found(plugins=clash)))
+    assert rows["TensorRT engine builds"]["detail"] == "plugins is broken"
+    assert rows["engines for TensorRT-LLM"]["works"] is False
+    monkeypatch.setenv("TRTLLM_REPLAYSSM_LIBRARY", str(tmp_path / "none.so"))
+    assert probes.run_in_child(["plugins"])["plugins"] == {"status": "missing", "detail": "library not built"}
+
+
 def test_everything_there() -> None:
     rows = by_name(command.capabilities(found()))
     for name in ("reference decoding on the CPU", "reference decoding on CUDA", "CUDA kernels", "plan --plot"):
@@ -372,8 +400,10 @@ def test_no_selftest_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cpu_machine_runs_the_cpu_selftest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = run_with(monkeypatch, torch={"status": "ok", "gpus": []})
-    assert examine()["core_works"]
+    lines = ["registered ReplayMamba2 1 replayssm"]
+    asked = run_with(monkeypatch, torch={"status": "ok", "gpus": []}, plugins={"status": "ok", "lines": lines})
+    report = examine()
+    assert report["core_works"] and report["registered"] == lines
     assert asked[1] == ["selftest"]
 
 

@@ -101,7 +101,15 @@ def change(path: Path, key: str, value: Any) -> None:
         ("limits.max_batch", 0, "max_batch is 0"),
         ("limits.colour", 1, "colour"),
         ("model.vocab_size", 0, "vocab_size is 0"),
+        ("network.spec_len", None, "spec_len is None"),
+        ("network.max_positions", 10**6, "network's max_positions is 1000000; the model's is "),
+        ("limits.max_positions", 33, "limits' max_positions is 33; the network's is 32"),
+        ("limits.spec_len", 2, "limits' spec_len is 2; the network's is 4"),
+        ("model.vocab_size", 255, "io has no output logits of the model's 255 tokens"),
+        ("profiles", ["context", "x"], r"profiles is \['context', 'x'\]; it must be \['context', 'generation'\]"),
+        ("engine.bytes", float("inf"), "infinity"),
         ("io.tensors", 5, "NetworkIO data must be an object with a list named tensors"),
+        ("io.tensors", [], "io has no output logits"),
         ("tensorrt", None, "NoneType"),
         ("engine.bytes", "many", "invalid literal"),
         ("tensorrt_llm", "1.2.1", "it is an engine of TensorRT-LLM"),
@@ -169,6 +177,12 @@ def test_tensors_and_profiles_are_those_of_the_config(made: Engine) -> None:
     few = dataclasses.replace(made.config, io=type(made.config.io)(made.config.io.tensors[1:]))
     with pytest.raises(ReplayError, match=r"tensors that config\.json does not name \(\w+\) or lacks some \(none\)"):
         engine._check_tensors(few, inner)
+    tensors = list(made.config.io.tensors)
+    at = next(i for i, t in enumerate(tensors) if t.name == "logits")
+    tensors[at] = dataclasses.replace(tensors[at], shape=("rows", "logits", 3))
+    narrow = dataclasses.replace(made.config, io=type(made.config.io)(tuple(tensors)))
+    with pytest.raises(ReplayError, match=r"tensor logits is \[-1, -1, 256\]; config\.json says \[-1, -1, 3\]"):
+        engine._check_tensors(narrow, inner)
     one = dataclasses.replace(made.config, profiles=("context",))
     with pytest.raises(ReplayError, match=r"has 2 profiles; config\.json names 1"):
         engine._check_tensors(one, inner)
@@ -250,3 +264,33 @@ def test_against_is_for_engines(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--against is for engine directories" in refused(
         ["run", tmp_path, "--prompt", "a", "--against", "x"], capsys
     )
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("name", "", "tensor name is ''"),
+        ("name", "positions", "io has two tensors of one name"),
+        ("role", 3, "role of input_ids is 3"),
+        ("dtype", "int8", "dtype of input_ids is 'int8'; it must be one of int32"),
+        (
+            "shape",
+            ["rows", "colour"],
+            "shape of input_ids has 'colour'; an axis must be a length or one of rows, tokens",
+        ),
+        ("shape", ["rows", 0], "shape of input_ids has 0"),
+        ("shape", 5, "not iterable"),
+        ("is_input", "yes", "is_input of input_ids is 'yes'"),
+        ("location", "moon", "location of input_ids is 'moon'; it must be one of device, host"),
+        ("layer", -1, "layer of input_ids is -1"),
+    ],
+)
+def test_a_malformed_tensor_is_named(here: Path, key: str, value: Any, message: str) -> None:
+    file = here / "config.json"
+    data = json.loads(file.read_text())
+    tensor = data["replayssm_engine"]["io"]["tensors"][0]
+    assert tensor["name"] == "input_ids"
+    tensor[key] = value
+    file.write_text(json.dumps(data))
+    with pytest.raises(ReplayError, match=message):
+        open_engine(here)

@@ -5,7 +5,10 @@ A child process refuses the import of everything else before it imports anything
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +102,36 @@ def test_a_command_that_needs_torch_says_so(tmp_path: Path) -> None:
         "def main(args): import triton\nplan.main = main\ncli.main(['plan', '--list'])"
     )
     assert bug.returncode == 1 and "No module named 'triton'" in bug.stderr
+
+
+def python39_files() -> list[Path]:
+    """The files that pyproject.toml has ruff read as Python 3.9."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = text.split("[tool.ruff.per-file-target-version]\n")[1].split("\n[")[0]
+    files = set()
+    for pattern in re.findall(r'^"(.+)" = "py39"$', table, re.MULTILINE):
+        choices = [part.split(",") for part in re.split(r"[{}]", pattern)]
+        files |= {path for parts in itertools.product(*choices) for path in ROOT.glob("".join(parts))}
+    return sorted(files)
+
+
+#: Keyword arguments that came with Python 3.10, by function.
+NEWER = {"zip": {"strict"}, "dataclass": {"slots", "kw_only"}}
+
+
+def test_files_that_run_on_python_39_call_nothing_newer() -> None:
+    """ruff checks their syntax; this their calls: NEWER, and isinstance(x, X | Y)."""
+    files = python39_files()
+    some = ("plugins.py", "build/engine.py", "ops/tensorrt_ops.py", "runtime/books.py")
+    assert {ROOT / "trtllm_replayssm" / name for name in some} < set(files)
+    bad = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))):
+            name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if not isinstance(node, ast.Call) or not name:
+                continue
+            union = name in ("isinstance", "issubclass") and isinstance(node.args[-1], ast.BinOp)
+            if union or {keyword.arg for keyword in node.keywords} & NEWER.get(name, set()):
+                bad.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    # Writing a checkpoint takes torch, which is not there on 3.9.
+    assert [place for place in bad if "weight_files.py" not in place] == []

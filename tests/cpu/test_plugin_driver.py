@@ -136,6 +136,16 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def row_map(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("row_map") / "row_map"
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler, "these tests need a C++17 compiler"
+    command = [compiler, "-std=c++17", "-Wall", "-Werror", str(DRIVER / "row_map.cpp"), "-o", str(out)]
+    subprocess.run(command, check=True)
+    return out
+
+
+@pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plugins built with a C++ compiler alone: the kernel in front of a scan runs on the host."""
     out = tmp_path_factory.mktemp("host") / "host_plugins.so"
@@ -246,15 +256,25 @@ def test_a_step_is_called_with_the_views_that_the_fields_describe(driver: Path) 
         (["4", "8", "-1,77", "5,6"], ["cu_seqlens 0 0 4 8 8", "slots 5 -1 6 -1", "has_initial 0 0 0 0"]),
     ],
 )
-def test_row_inputs_become_packed_sequences(tmp_path: Path, arguments: list[str], expected: list[str]) -> None:
+def test_row_inputs_become_packed_sequences(row_map: Path, arguments: list[str], expected: list[str]) -> None:
     """cu_seqlens, slots and has_initial in front of a scan; padding behind a row is a sequence without a slot."""
-    out = tmp_path / "row_map"
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler, "these tests need a C++17 compiler"
-    command = [compiler, "-std=c++17", "-Wall", "-Werror", str(DRIVER / "row_map.cpp"), "-o", str(out)]
-    subprocess.run(command, check=True)
-    done = subprocess.run([str(out), *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run([str(row_map), *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        ("0,3,-1,-1,2", []),
+        ("4,-2", ["slot_mapping[0] is 4; it must be -1 or from 0 to 3", "slot_mapping[1] is -2; it must be -1 or"]),
+        ("1,0,-1,1", ["slot_mapping[0] and slot_mapping[3] are both 1"]),
+    ],
+)
+def test_a_debug_build_names_bad_slots(row_map: Path, slots: str, said: list[str]) -> None:
+    done = subprocess.run([str(row_map), "check", "4", slots], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(said)
+    assert all(line.startswith(f"[trtllm-replayssm] {part}") for line, part in zip(lines, said, strict=True))
 
 
 def test_context_rows_are_scanned_and_the_others_stepped(driver: Path, host_library: Path) -> None:

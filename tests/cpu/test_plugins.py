@@ -82,6 +82,9 @@ def test_fields_are_arrays_of_one_number() -> None:
         ("ReplayCausalConv", {"slot_stride": 2**31}, "slot_stride of ReplayCausalConv is 2147483648; it must fit 32"),
         ("ReplayMamba2", {**CONV}, "plugin ReplayMamba2 has no field channels, kernel"),
         ("ReplayGatedDelta", {"scale": float("nan")}, "field scale of ReplayGatedDelta is nan; it must be a number"),
+        ("ReplayGatedDelta", {"scale": 1e-46}, "field scale of ReplayGatedDelta is 1e-46; it must be 0, infinite or a"),
+        ("ReplayMamba2", {"dt_max": 1e300}, "field dt_max of ReplayMamba2 is 1e.300; it must be 0, infinite or a norm"),
+        ("ReplayMamba2", {"dt_max": 10**400}, "field dt_max of ReplayMamba2 is 1000"),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
@@ -118,3 +121,13 @@ def test_the_module_needs_neither_torch_nor_tensorrt() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"
+
+
+def test_what_registration_refuses_before_the_library_is_asked(tmp_path: Path) -> None:
+    none = tmp_path / "none.so"
+    for namespace in ("", "two words", "zero\0byte", None, 3):
+        with pytest.raises(ReplayError, match=r"namespace is .*; it must be a name without blanks"):
+            plugins.register(namespace=namespace, path=none)  # type: ignore[arg-type]
+    for logger in ("address", b"address", True, 0, -8, 1.5, object()):
+        with pytest.raises(ReplayError, match=r"logger is .*; it must be None or the address of an nvinfer1::ILogger"):
+            plugins.register(logger, path=none)  # type: ignore[arg-type]

@@ -242,6 +242,7 @@ def started() -> HistorySession:
         (lambda s: s.verify([2], [[1]]), "waits for its commit"),
         (lambda s: s.verify([0, 1], [[1] * 4, [1, 1, 1, 11]]), "token id 11"),
         (lambda s: s.commit([0], [0]), "sequence 0 has no verify to commit"),
+        (lambda s: s.commit([2], [1.9]), "accepted is torch.float32; counts must be whole numbers"),
         (lambda s: s.commit([2], [4]), "accepted of sequence 2 is 4; it must be a whole number from 0 to 3"),
         (lambda s: s.commit([2], [-1]), "accepted of sequence 2 is -1"),
         (lambda s: s.commit([2], [1, 1]), "accepted has 2 entries for 1 sequences"),

@@ -2,11 +2,14 @@
 //!
 //!   row_map PADDED_LENGTH TOKENS last,last,... slot,slot,... [initial,initial,...]
 //!
-//! Prints cu_seqlens, slots (padded input alone) and has_initial, one line each.
+//!   row_map check SLOTS slot,slot,...
+//!
+//! Prints cu_seqlens, slots (padded input alone) and has_initial, one line each; `check`: what a debug build says of the slots.
 #include "../../plugins/tensorrt/row_map.h"
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -32,6 +35,12 @@ void print(const char* name, const std::vector<Type>& values) {
 } // namespace
 
 int main(int argc, char** argv) {
+    if (argc == 4 && std::strcmp(argv[1], "check") == 0) {
+        const auto slots = numbers(argv[3]);
+        for (int row = 0; row < static_cast<int>(slots.size()); ++row)
+            replayssm::plugin::check_slot(slots.data(), row, std::atoll(argv[2]));
+        return 0;
+    }
     if (argc < 5) return 2;
     const auto last = numbers(argv[3]), slots = numbers(argv[4]);
     const auto initial = argc > 5 ? numbers(argv[5]) : std::vector<int32_t>();

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def examine(timeout: float = 120.0, engines: Sequence[str] = ()) -> dict[str, Any]:
-    """The whole report: ``core_works``, ``parts``, ``capabilities`` and ``engines``.
+    """The whole report: ``core_works``, ``parts``, ``capabilities``, ``registered`` (plugins) and ``engines``.
 
     Never raises for what is missing or broken.
     """
@@ -85,6 +85,7 @@ def examine(timeout: float = 120.0, engines: Sequence[str] = ()) -> dict[str, An
         "parts": parts,
         "gpus": found["torch"].get("gpus", []),
         "capabilities": capabilities(found),
+        "registered": found["plugins"].get("lines", []),
         "engines": [examine_engine(path, found) for path in engines],
     }
 
@@ -130,7 +131,7 @@ def capabilities(found: Mapping[str, Result]) -> list[dict[str, Any]]:
     else:
         rows.append(_no_cuda(found))
     rows.append(_kernels(found, torch, library))
-    rows.append(_needs("TensorRT engine builds", found, ["tensorrt", "library", "plugins"], "build"))
+    rows.append(_needs("TensorRT engine builds", found, ["tensorrt", "library", "plugins", "driver"], "build"))
     rows.append(_needs("network checks without a GPU", found, ["tensorrt_rtx"], "build"))
     rows.append(_needs("engines for TensorRT-LLM", found, ["tensorrt_llm", "library", "plugins"], "trtllm"))
     return rows

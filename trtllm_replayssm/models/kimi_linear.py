@@ -61,7 +61,7 @@ def read_layers(fields: Fields) -> tuple[str, ...]:
         require(every >= 1, f"{fields.where}: moe_layer_freq is {every}; it must be at least 1")
         experts = fields.integer(("num_experts", "num_local_experts"), 0)
         mlps = [MOE if experts > 0 and i >= dense and i % every == 0 else MLP for i in range(count)]
-    return tuple(kind for pair in zip(mixers, mlps, strict=True) for kind in pair)
+    return tuple(kind for pair in zip(mixers, mlps) for kind in pair)
 
 
 def _typed(fields: Fields, name: str, names: dict[str, str], count: int) -> list[str]:
