@@ -5,6 +5,7 @@ tensorrt_rtx in test_build.py and by TensorRT 8.6 in tests/engine.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ class StandInBuild:
 
     Attributes:
         messages: (severity, text) that the log gets while building. result: the engine's bytes, or None.
+        obeying: refuse with this message while precisions are binding; empty: do not.
         settings: the IBuilderConfig that was used. phases: calls that a progress monitor gets.
     """
 
@@ -23,6 +25,8 @@ class StandInBuild:
         self.messages: list[tuple[int, str]] = []
         self.result: bytes | None = b"engine of the stand-in"
         self.phases: list[tuple[Any, ...]] = []
+        self.obeying = ""
+        self.builds = 0
         self.no_builder = False
         self.continued: list[bool] = []
         self.trt = self._module(version)
@@ -49,6 +53,10 @@ class StandInBuild:
                 return SimpleNamespace(set_shape=lambda *shapes: None)
 
             def build_serialized_network(self, network: Any, settings: Settings) -> bytes | None:
+                state.builds += 1
+                if state.obeying and settings.flags["OBEY_PRECISION_CONSTRAINTS"]:
+                    self.logger.log(1, state.obeying)
+                    return None
                 for severity, text in state.messages:
                     self.logger.log(severity, text)
                 for name, *arguments in state.phases:
@@ -70,11 +78,14 @@ class Settings:
         self.told: list[tuple[Any, ...]] = []
         self.builder_optimization_level = 3
         self.refuse_cache = False
+        self.flags: Counter[str] = Counter()
 
     def clear_flag(self, flag: Any) -> None:
+        self.flags[flag.name] = 0
         self.told.append(("clear", flag.name))
 
     def set_flag(self, flag: Any) -> None:
+        self.flags[flag.name] = 1
         self.told.append(("set", flag.name))
 
     def set_memory_pool_limit(self, pool: Any, nbytes: int) -> None:

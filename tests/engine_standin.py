@@ -20,6 +20,7 @@ from network_cases import Row, Twice
 from recorded_tensorrt import recorded_tensorrt
 
 from trtllm_replayssm import ConvLayout, SlotLayout, reference
+from trtllm_replayssm.build.backend import BuildLog
 from trtllm_replayssm.build.directory import EngineConfig, decay_rates, layout_digest
 from trtllm_replayssm.kernels import abi
 from trtllm_replayssm.models.host_weights import host_weights
@@ -45,13 +46,15 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 
 class HostCuda:
-    """A Caller (runtime/cuda.py) on host memory. ``refuse`` names functions that fail from now on."""
+    """A Caller (runtime/cuda.py) on host memory. ``refuse`` names functions that fail from now on; ``invalidated``: a
+    capture ends with an error."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, Any] = {}
         self.graphs: dict[int, list[Callable[[], None]]] = {}
         self.recording: list[Callable[[], None]] | None = None
         self.refuse: set[str] = set()
+        self.invalidated = False
         self.calls: list[str] = []
         self._next = 1
 
@@ -59,6 +62,9 @@ class HostCuda:
         self.calls.append(name)
         if name in self.refuse:
             return 2, "refused by the test", None
+        if name == "cudaStreamEndCapture" and self.invalidated:  # as CUDA does where a call was not allowed in it
+            self.recording = None
+            return 901, "operation failed due to a previous error during capture", None
         return 0, "", getattr(self, name)(*inputs)
 
     def do(self, work: Callable[[], None]) -> None:
@@ -72,6 +78,9 @@ class HostCuda:
         """A new number."""
         self._next += 1
         return self._next
+
+    def cudaGetLastError(self) -> None:
+        pass
 
     def cudaSetDevice(self, index: int) -> None:
         assert index == 0
@@ -162,7 +171,9 @@ class StandInContext:
         return True
 
     def execute_async_v3(self, stream: int) -> bool:
-        if self.engine.broken:
+        capturing = self.engine.cuda.recording is not None
+        if self.engine.broken or (capturing and self.engine.uncapturable):
+            self.engine.log.add(1, self.engine.uncapturable or "[executionContext.cpp] broken by the test")
             return False
         io = self.engine.model.io
         assert self.device_memory, "the context has no scratch memory"
@@ -188,7 +199,8 @@ class StandInContext:
 
 
 class StandInEngine:
-    """An ICudaEngine of a recorded network. ``broken``: it refuses. ``runs``: (phase, shapes of ids, kv_index)."""
+    """An ICudaEngine of a recorded network. ``broken``: it refuses. ``uncapturable``: what it says to a capture that it
+    refuses. ``runs``: (phase, shapes of ids, kv_index)."""
 
     def __init__(self, model: Twice, limits: tn.ProfileLimits, cuda: HostCuda) -> None:
         self.model, self.limits, self.cuda = model, limits, cuda
@@ -196,6 +208,8 @@ class StandInEngine:
         self.num_optimization_profiles = 2
         self.device_memory_size = 1024
         self.broken = False
+        self.uncapturable = ""
+        self.log = BuildLog()
         self.runs: list[Any] = []
         self.contexts = 0
 
@@ -304,7 +318,7 @@ def engine_config(model: Twice, limits: tn.ProfileLimits, **changes: Any) -> Eng
 
 def standin_engine(
     config: Any, *, version: str = "8.6", dtype: str = "float32", slots: int = 4, max_input_len: int = 6,
-    graphs: bool = True, **options: Any
+    graphs: bool | str = True, **options: Any
 ) -> Engine:  # fmt: skip
     """An Engine over the stand-ins; ``engine._engine`` is the StandInEngine, its ``cuda`` the HostCuda."""
     model = Twice(recorded_tensorrt(version), config, dtype, "plugin", slots=slots, **options)
@@ -316,12 +330,14 @@ def standin_engine(
     trt = SimpleNamespace()
     if version == "10":
         trt.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
+    inner = StandInEngine(model, limits, cuda)
     return Engine(
         written,
         trt,
-        StandInEngine(model, limits, cuda),
+        inner,
         api=Cuda(cuda),
         call=host_library(cuda),
         decay=decay_rates(config, host_weights(model.weights)),
         graphs=graphs,
+        log=inner.log,
     )

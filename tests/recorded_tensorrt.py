@@ -301,7 +301,10 @@ def recorded_tensorrt(version: str, plugins: tuple[str, ...] = tuple(PLUGIN_FIEL
         __version__="8.6.0" if old else "10.14.1",
         strongly_typed=not old,
         DataType=_enum("DataType", types),
-        BuilderFlag=_enum("BuilderFlag", "FP16 INT8 DEBUG GPU_FALLBACK REFIT TF32 OBEY_PRECISION_CONSTRAINTS"),
+        BuilderFlag=_enum(
+            "BuilderFlag",
+            "FP16 INT8 REFIT TF32 OBEY_PRECISION_CONSTRAINTS PREFER_PRECISION_CONSTRAINTS",
+        ),
         NetworkDefinitionCreationFlag=_enum(
             "NetworkDefinitionCreationFlag", "EXPLICIT_BATCH EXPLICIT_PRECISION" + ("" if old else " STRONGLY_TYPED")
         ),

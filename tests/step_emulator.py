@@ -18,7 +18,7 @@ class StepLibrary:
     """Sources in ``folder``/src, objects beside them. Compiled in parallel, on two cores in some 15 seconds."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.sources = folder, folder / "src"
+        self.folder, self.sources, self.corruptions = folder, folder / "src", 0
         for part in ("common", "mamba2_replay", "c_api", "gated_delta_replay"):
             shutil.copytree(PLUGINS / part, self.sources / part)
         for place, host in (("async_copy.cuh", "bulk_copy_host.cuh"), ("launch.h", "launch_host.h")):
@@ -39,13 +39,17 @@ class StepLibrary:
         return self.link("step.so")
 
     def corrupted(self, header: str, old: str, new: str) -> Path:
-        """A library whose tuned kernel for fp32 states was compiled with other text in one of its headers."""
+        """A library whose tuned kernel for fp32 states was compiled with other text in one of its headers.
+
+        Every one has a name of its own: the loader takes a name that it has loaded before for the same library.
+        """
         path = self.sources / "gated_delta_replay" / header
         text = path.read_text()
         path.write_text(replace_once(text, old, new))
         self.compile("gated_delta_replay/step_bf16_fp32.cu")
         path.write_text(text)
-        return self.link("corrupted.so")
+        self.corruptions += 1
+        return self.link(f"corrupted-{self.corruptions}.so")
 
     def compile(self, source: str) -> None:
         """One source to an object."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +65,8 @@ def _check_inputs(target: Path, inputs: Sequence[Path]) -> None:
 def written_directory(target: Path, inputs: Sequence[Path] = ()) -> Iterator[Path]:
     """A new directory to write into, that becomes ``target`` when the block ends without an error, else vanishes.
 
-    It lies beside ``target``, whose parents are made. What was at ``target`` is replaced: see check_target.
+    It lies beside ``target`` under a name of its own, so that two writers of one ``target`` do not meet before the end;
+    parents are made. What was at ``target`` is replaced: see check_target.
 
     Args:
         inputs: paths that are read meanwhile; replacing a ``target`` that holds one of them is refused.
@@ -72,12 +75,11 @@ def written_directory(target: Path, inputs: Sequence[Path] = ()) -> Iterator[Pat
         ReplayError: ``target`` holds one of ``inputs``, or cannot be written.
     """
     _check_inputs(target, inputs)
-    part = target.parent / f".{target.name}.part"
+    part: Path | None = None
     made: list[Path] = []
     try:
         made = _make_parents(target.parent)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
+        part = _new_directory(target)
         yield part
         if target.exists():
             shutil.rmtree(target)
@@ -86,10 +88,20 @@ def written_directory(target: Path, inputs: Sequence[Path] = ()) -> Iterator[Pat
     except OSError as error:
         raise ReplayError(f"{target} cannot be written: {error.strerror or error}") from None
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
         for path in reversed(made):
             if path.exists() and not os.listdir(path):
                 path.rmdir()
+
+
+def _new_directory(target: Path) -> Path:
+    """A new directory beside ``target`` that no other writer has, with the permissions that mkdir gives."""
+    while True:
+        part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+        with contextlib.suppress(FileExistsError):
+            part.mkdir()
+            return part
 
 
 def _make_parents(path: Path) -> list[Path]:

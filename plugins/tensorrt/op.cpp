@@ -297,7 +297,10 @@ RowPlan ReplayOp::plan_rows(const Call& call) const {
                 " with ", rules_[0].name, " ", Extents{x});
         }
     }
-    if (rows == 0) return plan;
+    if (rows == 0) { // no row has them, so nothing would write their outputs
+        require(x.extents[0] == 0, rules_[0].name, " is ", Extents{x}, "; host_request_types has no rows");
+        return plan;
+    }
     const auto* types = static_cast<const int32_t*>(call.inputs[request_types_]);
     require(types != nullptr, "host_request_types is NULL");
     for (int row = 0; row < plan.rows; ++row) {

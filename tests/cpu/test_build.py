@@ -318,3 +318,70 @@ def test_build_scripts_are_the_commands(script: str) -> None:
     path = Path(__file__).resolve().parents[2] / "build_scripts" / script
     done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"usage: trtllm-replayssm {script.split('_')[0]} ")
+
+
+NO_KERNEL = "10: Could not find any implementation for node {ForeignNode[attention/constant.1...in_proj/matmul]}."
+
+
+@pytest.mark.parametrize("asked, precision, builds", [(None, "preferred", 2), ("prefer", "preferred", 1)])
+def test_precisions_that_no_kernel_keeps_to_become_a_wish(
+    checkpoint: Path, tmp_path: Path, standin: StandInBuild, asked: str | None, precision: str, builds: int
+) -> None:
+    standin.obeying = NO_KERNEL
+    summary = build_engine(checkpoint, tmp_path / "out", BuildOptions(dtype="float16", precision=asked))
+    assert summary["precision"] == precision and standin.builds == builds
+    assert read_engine_config(tmp_path / "out").precision == precision
+    data = json.loads((tmp_path / "out" / "config.json").read_text())["replayssm_engine"]
+    assert data["precision"] == precision
+    told = [entry for entry in standin.settings.told if "CONSTRAINTS" in str(entry[1])]
+    assert told == [
+        ("set", "OBEY_PRECISION_CONSTRAINTS"),
+        ("clear", "OBEY_PRECISION_CONSTRAINTS"),
+        ("set", "PREFER_PRECISION_CONSTRAINTS"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, message, builds",
+    [
+        ({"dtype": "float16", "precision": "obey"}, NO_KERNEL, 1),
+        ({"dtype": "float16"}, "Could not find any implementation for node X due to insufficient workspace.", 1),
+        ({"dtype": "float16"}, "another error", 1),
+        ({"dtype": "float32"}, "", 1),
+    ],
+)
+def test_builds_that_are_not_tried_again(
+    checkpoint: Path, tmp_path: Path, standin: StandInBuild, options: dict[str, str], message: str, builds: int
+) -> None:
+    standin.obeying = message
+    if not message:
+        standin.messages, standin.result = [(1, NO_KERNEL)], None
+    with pytest.raises(ReplayError, match="gave no engine"):
+        build_engine(checkpoint, tmp_path / "out", BuildOptions(**options))  # type: ignore[arg-type]
+    assert standin.builds == builds
+    standin.obeying, standin.messages, standin.result = "", [], b"engine"
+    assert build_engine(checkpoint, tmp_path / "out")["precision"] == "obeyed"
+
+
+def test_a_timing_cache_that_cannot_be_written_loses_no_engine(
+    checkpoint: Path, tmp_path: Path, standin: StandInBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine.os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="timing cache .*cache was not written: No space left on device"):
+        build_engine(checkpoint, tmp_path / "out", BuildOptions(timing_cache=tmp_path / "cache"))
+    assert read_engine_config(tmp_path / "out").engine_bytes == len(b"engine of the stand-in")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_writers_of_one_directory_do_not_meet(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with written_directory(target) as first:
+        (first / "file").write_text("first")
+        with written_directory(target) as second:
+            assert second != first and second.parent == first.parent == tmp_path
+            (second / "file").write_text("second")
+        assert (target / "file").read_text() == "second" and (first / "file").read_text() == "first"
+    assert (target / "file").read_text() == "first" and list(tmp_path.iterdir()) == [target]

@@ -28,6 +28,7 @@ FAKE_CUDART = r"""
 extern "C" {
 int cudaGetDeviceCount(int* n) { *n = 2; return 0; }
 int cudaSetDevice(int) { return 0; }
+int cudaGetLastError() { return 906; }
 int cudaDeviceGetAttribute(int* value, int attribute, int device) { *value = attribute == 75 ? 9 : device; return 0; }
 int cudaMalloc(void** p, size_t n) { if (n > (1u << 30)) return 2; *p = malloc(n); return 0; }
 int cudaFree(void* p) { free(p); return 0; }

@@ -9,10 +9,21 @@ for that.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 
 import pytest
 import torch
-from replay_cases import assert_close, assert_same_bits, live_ring_rows, make_inputs, poison, ring_regions
+from delta_bounds import ReadRows, assert_verify_equals_single_steps
+from replay_cases import (
+    REGIMES,
+    Inputs,
+    assert_close,
+    assert_same_bits,
+    live_ring_rows,
+    make_inputs,
+    poison,
+    ring_regions,
+)
 from step_emulator import StepLibrary
 
 from trtllm_replayssm import RecurrenceSpec, ReplayError, SlotLayout, kernels, reference
@@ -148,6 +159,59 @@ def test_checkpoints_do_not_depend_on_window_tokens_or_kernel(emulated, kind):
     assert_same_bits(state_of((3,), window=5, spec_len=3, act_dtype="float32"), want)
 
 
+def verify_and_single(op, spec: RecurrenceSpec, regime: str) -> None:
+    """Outputs of steps of spec_len tokens and of single steps, from the kernels or the reference."""
+    length = 24 - 24 % spec.spec_len
+    whole = make_inputs(spec, 2, length, seed=11, regime=regime)
+    inputs = Inputs(spec, whole.span(0, length), whole.params)
+
+    def decode(count):
+        pool, slots = StatePool.allocate(SlotLayout(spec), 2), torch.tensor([0, 1], dtype=torch.int32)
+        op.reset(pool, slots)
+        outputs, read = [], ReadRows()
+        for t in range(0, length, count):
+            outputs.append(op.gated_delta_step(pool, slots, **inputs.span(t, t + count), **inputs.params))
+            read.record(pool["cursor"][:, 0, 0], t, count)
+        return torch.cat(outputs, dim=1), read
+
+    assert_verify_equals_single_steps(decode, inputs, spec.spec_len)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("op", [kernels, reference], ids=["kernels", "reference"])
+def test_verify_equals_single_steps_to_rounding(emulated, op, kind, regime):
+    """Windows with folds between, and a step as long as the ring."""
+    verify_and_single(op, spec_of(kind, 2, 1, 128, 128, window=7, spec_len=4), regime)
+    verify_and_single(op, spec_of(kind, 2, 1, 48, 80, window=16, spec_len=12), regime)
+
+
+def run_on(spec: RecurrenceSpec, rows: int, steps: int, flags: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and the pool's bytes after ``steps`` steps of ``rows`` rows."""
+    inputs = make_inputs(spec, rows, steps * spec.spec_len, seed=8)
+    pool, slots = StatePool.allocate(SlotLayout(spec), rows), torch.arange(rows, dtype=torch.int32)
+    kernels.reset(pool, slots)
+    outputs = []
+    for t in range(0, inputs.length, spec.spec_len):
+        step = inputs.span(t, t + spec.spec_len)
+        outputs.append(kernels.gated_delta_step(pool, slots, **step, **inputs.params, tuning=StepTuning(0, flags)))
+    return torch.cat(outputs, dim=1), pool.memory
+
+
+@pytest.mark.parametrize("kind, spec_len, blocks", [("gdn", 1, 26), ("gdn", 2, 24), ("kda", 1, 36)])
+def test_no_bit_depends_on_the_cut_of_the_grid(emulated, built, monkeypatch, kind, spec_len, blocks):
+    """One multiprocessor: blocks of two heads, one and a half in one grid, or of one size (flag 1). 132: half heads."""
+    spec = spec_of(kind, 4, 2, 128, 128, window=3, spec_len=spec_len)
+    grid = ctypes.CDLL(str(built.folder / "step.so")).emulated_blocks
+    results = {}
+    for name, multiprocessors, flags in (("mixed", 1, 0), ("halves", 132, 0), ("even", 1, 1)):
+        monkeypatch.setenv("EMULATED_MULTIPROCESSORS", str(multiprocessors))
+        results[name] = (*run_on(spec, 8, 5, flags), grid())
+    assert [results[name][-1] for name in ("mixed", "halves")] == [blocks, 64]
+    for o, memory, _ in results.values():
+        assert torch.equal(o, results["mixed"][0]) and torch.equal(memory, results["mixed"][1])
+
+
 def test_what_the_library_refuses(emulated):
     """The checks of the C interface, by name."""
     inputs = make_inputs(spec_of("kda", 4, 2, 128, 128), 2, 3)
@@ -191,3 +255,11 @@ def test_teeth(emulated, built, header, old, new):
     emulated(built.corrupted(header, old, new))
     with pytest.raises(AssertionError):
         decode(spec_of("kda", 2, 1, 128, 128, window=4), 11, StepTuning())
+
+
+def test_teeth_of_the_rounding_bound(emulated, built):
+    """Ring rows of d that are off by one rounding more are seen, in single steps and in verify steps."""
+    emulated(built.corrupted("fold.cuh", "-kLargest ? -kLargest : d);", "-kLargest ? -kLargest : d * 1.0040f);"))
+    for spec_len in (1, 4):
+        with pytest.raises(AssertionError, match="times its largest error"):
+            verify_and_single(kernels, spec_of("gdn", 2, 1, 128, 128, spec_len=spec_len), "trained")

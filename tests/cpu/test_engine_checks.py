@@ -52,7 +52,7 @@ def make_engine() -> Engine:
 
 
 def check_of(engine: Engine, expected: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(check_model, "EngineRunner", lambda directory: EngineRunner(engine))
+    monkeypatch.setattr(check_model, "EngineRunner", lambda directory, graphs: EngineRunner(engine))
     monkeypatch.setattr(check_model, "PHASE_STEPS", 3)
     return check_model.Check("", str(expected))
 
@@ -65,6 +65,7 @@ def test_a_right_engine_passes_every_check(expected: Path, monkeypatch: pytest.M
     check.drafts()
     check.graph_bits(4)
     worst = check.worst
+    assert check.graphs == "captured"
     assert worst.failures == [] and worst.differing == 0
     assert worst.positions > ROWS * STEPS + 100 and 0 < worst.logits < 1e-5 and 0 < worst.states < 1e-5
 
@@ -107,3 +108,36 @@ def test_a_wrong_engine_is_found(expected: Path, what: str, monkeypatch: pytest.
         "nan": "logits are not finite",
         "choice": "another choice although the best logits are",
     }[what] in said
+
+
+def test_a_refused_capture_and_no_graphs_are_no_failures(expected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    inner: Any = engine._engine
+    inner.uncapturable = "[runner.cpp] operation not permitted when stream is capturing"
+    check = check_of(engine, expected, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="steps run without graphs"):
+        check.generate(STEPS)
+    check.graph_bits(4)
+    assert check.graphs == "refused by TensorRT" and check.worst.failures == []
+    off = check_model.Check("", str(expected), graphs=False)
+    off.graph_bits(4)
+    assert off.graphs == "off" and off.worst.failures == [] and off.runner.free_slots == ROWS
+
+
+def test_the_table_of_a_refused_capture(
+    expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = standin_engine(CONFIGS["nemotron_h"], slots=ROWS, window=5)
+    inner: Any = engine._engine
+    inner.uncapturable = "[runner.cpp] not while capturing"
+    check_of(engine, expected, monkeypatch)
+    monkeypatch.setattr(check_model.Check, "drafts", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["check_model.py", "engine", str(expected), str(tmp_path / "out.md")])
+    with pytest.warns(RuntimeWarning), pytest.raises(SystemExit) as ended:
+        check_model.main()
+    assert ended.value.code == 0
+    (line,) = (tmp_path / "out.md").read_text().splitlines()
+    assert [cell.strip() for cell in line.split("|")[6:10:3]] == ["equal", "refused by TensorRT"]
+    assert (
+        "not captured: TensorRT refused to run the engine: TensorRT: [runner.cpp] not while" in capsys.readouterr().out
+    )

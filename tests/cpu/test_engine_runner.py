@@ -6,6 +6,7 @@ Oracle: TorchSession over the same weights. Expected error: fp32 sums in another
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -119,9 +120,9 @@ def test_steps_are_captured_once_and_replayed() -> None:
     seqs, _ = runner.prefill([tokens(3, i) for i in range(3)])
     for i in range(6):
         runner.step(seqs, tokens(3, i))
-    # Eager, eager in its own context, captured there; then replays only, 3 rows padded to 4.
+    # Eager; in a context of its own padding alone, the step, the capture; then replays only, 3 rows padded to 4.
     steps = [run for run in inner.runs if run[0] == "generation"]
-    assert steps == [("generation", (4, 1), (POSITIONS,))] * 3
+    assert steps == [("generation", (4, 1), (POSITIONS,))] * 4
     assert engine.graphs == [(4, 1, POSITIONS)]
     assert inner.cuda.calls.count("cudaGraphLaunch") == 4
     assert inner.contexts == 3
@@ -135,6 +136,79 @@ def test_graphs_give_the_bits_of_eager_steps() -> None:
         logits.append([first] + [runner.step(seqs, tokens(2, i)) for i in range(8)])
     for x, y in zip(*logits, strict=True):
         close(x, torch.from_numpy(y))
+
+
+@pytest.mark.parametrize("invalidated", [False, True], ids=["refused", "refused and the capture invalidated"])
+def test_a_refused_capture_falls_back(invalidated: bool) -> None:
+    """Nothing is lost: every step is that of torch. It is said once, and not tried again at another shape."""
+    both = Both(standin_engine(NEMOTRON, window=3))
+    engine = both.runner.engine
+    inner: Any = engine._engine
+    inner.uncapturable = "[runner.cpp] Error Code 1: Cuda Runtime (operation not permitted when stream is capturing)"
+    inner.cuda.invalidated = invalidated
+    inner.log.add(1, "an older error")
+    a, b, c = both.prefill(tokens(3, 0), tokens(5, 1), tokens(2, 2))
+    both.step([a, b, c], tokens(3, 3))
+    with pytest.warns(RuntimeWarning) as caught:
+        both.step([a, b, c], tokens(3, 4))
+    (said,) = caught
+    assert "a step of 4 rows x 1 tokens behind 32 cached ones was not captured in a CUDA graph; steps run wi" in str(
+        said
+    )
+    assert "Cuda Runtime (operation not permitted when stream is capturing)" in str(said)
+    assert "an older error" not in str(said) and engine.graphs == [] and "not permitted" in engine.refusal
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(5):
+            both.step([a, b, c], tokens(3, 5 + i))
+            both.step([b, a], tokens(2, 15 + i))
+    both.verify([c, a], [tokens(3, 22), tokens(3, 23)], [1, 3])
+    for seq in (a, b, c):
+        both.states(seq)
+    assert inner.cuda.calls.count("cudaStreamBeginCapture") == 1 and inner.contexts == 3
+    assert inner.cuda.calls.count("cudaGetLastError") == 1 and not inner.cuda.graphs
+
+
+def test_a_refusal_keeps_the_graphs_that_are_there() -> None:
+    both = Both(standin_engine(NEMOTRON, window=3))
+    inner: Any = both.runner.engine._engine
+    seqs = both.prefill(tokens(3, 0), tokens(5, 1))
+    for i in range(3):
+        both.step(seqs, tokens(2, i))
+    inner.uncapturable = "not this shape"
+    both.step(seqs[:1], [4])
+    with pytest.warns(RuntimeWarning, match="not this shape"):
+        both.step(seqs[:1], [5])
+    before = inner.cuda.calls.count("cudaGraphLaunch")
+    both.step(seqs, tokens(2, 9))
+    assert inner.cuda.calls.count("cudaGraphLaunch") == before + 1
+
+
+def test_a_graph_that_cannot_be_made_falls_back() -> None:
+    both = Both(standin_engine(NEMOTRON))
+    inner: Any = both.runner.engine._engine
+    seqs = both.prefill(tokens(3, 0))
+    both.step(seqs, [1])
+    inner.cuda.refuse = {"cudaGraphInstantiateWithFlags"}
+    with pytest.warns(RuntimeWarning, match="cudaGraphInstantiateWithFlags failed with CUDA error 2"):
+        both.step(seqs, [2])
+    both.step(seqs, [3])
+    assert not inner.cuda.graphs
+
+
+def test_required_graphs_raise_with_the_reason() -> None:
+    engine = standin_engine(NEMOTRON, graphs="require")
+    inner: Any = engine._engine
+    runner = EngineRunner(engine)
+    seqs, _ = runner.prefill([tokens(3, 0)])
+    runner.step(seqs, [1])
+    inner.uncapturable = "[runner.cpp] no"
+    with pytest.raises(
+        RuntimeError, match=r"1 rows x 1 tokens .* was not captured in a CUDA graph: .*\[runner.cpp\] no"
+    ):
+        runner.step(seqs, [2])
+    with pytest.raises(ReplayError, match="graphs is 'maybe'; it must be True, False or 'require'"):
+        standin_engine(NEMOTRON, graphs="maybe")
 
 
 def test_only_so_many_graphs_are_kept() -> None:
@@ -237,7 +311,9 @@ def test_a_run_that_fails_gives_the_slots_back() -> None:
     inner: Any = engine._engine
     runner = EngineRunner(engine)
     inner.broken = True
-    with pytest.raises(RuntimeError, match="TensorRT refused to run the engine"):
+    with pytest.raises(
+        RuntimeError, match=r"TensorRT refused to run the engine: TensorRT: \[executionContext.cpp\] bro"
+    ):
         runner.prefill([tokens(3, 0)])
     assert runner.free_slots == 4
     inner.broken = False

@@ -238,12 +238,12 @@ def test_the_librarys_own_creators_take_the_fields(kind: str) -> None:
 
 
 def test_layers_that_are_not_strongly_typed_say_their_types() -> None:
-    """Every 8.6 layer that computes in floating point has a precision and an output type; none asks for int or bool."""
+    """Every 8.6 layer that computes in fp32 has that precision and output type; no other layer asks for anything."""
     network, _ = emit(recorded_tensorrt("8.6"), CONFIGS["qwen3_5"], tn.NetworkOptions("float16", 32))
     for layer in network.layers:
         kind, out = layer.type.name, layer.get_output(0)
         told = getattr(layer, "precision", None)
-        if kind in ("CONSTANT", "CAST", "PLUGIN_V2") or out.dtype.name not in ("FLOAT", "HALF"):
+        if kind in ("CONSTANT", "CAST", "PLUGIN_V2") or out.dtype.name != "FLOAT":
             assert told is None, layer.name
         else:
             assert told == out.dtype == layer.output_type, layer.name
@@ -273,6 +273,12 @@ def test_builder_flags() -> None:
         config = Config()
         tn.configure_builder(trt, config, options, 5)
         assert config.set == expected and config.cleared == [trt.BuilderFlag.TF32]
+        loosened = tn.prefer_precision(trt, config, options)
+        assert loosened == (trt is old and options is half)
+        if loosened:
+            flags = trt.BuilderFlag
+            assert config.set[-1] == flags.PREFER_PRECISION_CONSTRAINTS
+            assert config.cleared[-1] == flags.OBEY_PRECISION_CONSTRAINTS
     with pytest.raises(ReplayError, match="workspace_bytes is 0; it must be positive"):
         tn.configure_builder(old, Config(), half, 0)
 

@@ -1,6 +1,7 @@
 """What the checks on a GPU compare with: checkpoints of the tiny trained model, its tokens, logits, states in torch.
 
-usage: python tests/engine/prepare.py OUT [--model HF_DIR] [--dtypes float32 float16] [--device cpu] [--checkpoints-only]
+usage: python tests/engine/prepare.py OUT [--model HF_DIR] [--dtypes float32 float16] [--device cpu]
+           [--checkpoints-only]
 
 Needs torch; runs on a CPU (some minutes). For fp32 and fp16 it writes OUT/checkpoint-DTYPE and
 OUT/expected-DTYPE.npz: prompts (packed ids and lengths), the greedy tokens of the torch backend with window 16, the

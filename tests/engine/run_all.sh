@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU and TensorRT: plugins alone, engines of the tiny model built, loaded in new processes and
+# Everything that needs a GPU and TensorRT: plugins alone, engines of a tiny model, each built, loaded in a new process and
 # compared with torch, the step timed. Run from the repository root, after `make lib` and tests/engine/prepare.py.
 #
-#   tests/engine/run_all.sh PYTHON PREPARED OUT [plugins] [build] [model] [bench]
+#   tests/engine/run_all.sh PYTHON PREPARED OUT [plugins] [engines] [bench]
 #
 # PYTHON    command that runs a script with TensorRT, e.g. "python3", or for a TensorRT 8.6 that lies in a directory with
 #           its own Python 3.9: "DIR/run.sh DIR"
 # PREPARED  directory made by prepare.py          OUT  gets RESULTS.md and logs; engines go to OUT.engines
-# ENGINES   engines to build and check, of float32-w16 float32-w1 float16-w16 float16-w1 (default: all four)
+# ENGINES        engines to build and check, in this order (default: float32-w16 float32-w1 float16-w16 float16-w1)
+# BUILD_SECONDS  most that one build may take (default 240)    CHECK_SECONDS  most that one check may take (default 240)
+# BUILD_OPTIONS  further options of every build, e.g. "--builder-optimization-level 1"
+# CHECK_OPTIONS  further options of every check, e.g. "--no-graphs"
 # Where no cuda-python is installed, TRTLLM_REPLAYSSM_CUDART may name a libcudart.so; one is looked for otherwise.
+# PYTHON and the options are lists of words:
+# shellcheck disable=SC2086
 set -uo pipefail
 python=$1 prepared=$2 out=$3
 shift 3
-parts=${*:-plugins build model bench}
+parts=${*:-plugins engines bench}
 engines=$out.engines
 mkdir -p "$out" "$engines"
 ENGINES=${ENGINES:-float32-w16 float32-w1 float16-w16 float16-w1}
@@ -24,59 +29,92 @@ if [ -z "${TRTLLM_REPLAYSSM_CUDART:-}" ]; then
 fi
 echo "libcudart: ${TRTLLM_REPLAYSSM_CUDART:-by name}"
 
-build() { # name, dtype, options
+limited() { # seconds, command
+    timeout -k 10 "$@"
+}
+
+build() { # name, dtype, options; what is there of an earlier run does not count
     local name=$1 dtype=$2
     shift 2
-    # shellcheck disable=SC2086
-    $python -m trtllm_replayssm build "$prepared/checkpoint-$dtype" "$engines/$name" --overwrite --max-input-len 64 \
-        --max-positions 1024 "$@" >"$out/build-$name.log" 2>&1
+    rm -rf "${engines:?}/$name" "$engines/.$name".*.part
+    limited "${BUILD_SECONDS:-240}" $python -m trtllm_replayssm build "$prepared/checkpoint-$dtype" "$engines/$name" \
+        --max-input-len 64 --max-positions 1024 "$@" ${BUILD_OPTIONS:-} >"$out/build-$name.log" 2>&1
+}
+
+build_named() { # name
+    case $1 in
+    # fp16 engines share one timing cache, so that those that are timed against each other have the same kernels.
+    float32-w16) build "$1" float32 --window 16 --draft-tokens 3 --max-batch 16 ;;
+    float32-w1) build "$1" float32 --window 1 --max-batch 16 ;;
+    float16-w16) build "$1" float16 --window 16 --max-batch 512 --timing-cache "$engines/timing" ;;
+    float16-w1) build "$1" float16 --window 1 --max-batch 512 --timing-cache "$engines/timing" ;;
+    *)
+        echo "unknown engine $1" >"$out/build-$1.log"
+        return 2
+        ;;
+    esac
+}
+
+row() { # name, what became of it: a line of the table for an engine that was not compared
+    echo "| $1 | | | | | $2 | | | | | |" | tee -a "$out/model.md"
+}
+
+ended() { # exit code, seconds allowed
+    if [ "$1" = 124 ] || [ "$1" = 137 ]; then echo "not done after $2 s"; else echo "exit code $1"; fi
+}
+
+check_engines() {
+    echo "| dtype | window | T | rows x tokens | positions | tokens | logits | states | graphs | load s | us per step, host included |
+|---|---|---|---|---|---|---|---|---|---|---|" >"$out/model.md"
+    for name in $ENGINES; do
+        local began=$SECONDS lines
+        build_named "$name"
+        local status=$?
+        tail -n 3 "$out/build-$name.log"
+        echo "== build $name: $((SECONDS - began)) s"
+        if [ "$status" != 0 ] || [ ! -f "$engines/$name/rank0.engine" ]; then
+            failed=1
+            row "$name" "no engine: $(ended "$status" "${BUILD_SECONDS:-240}")"
+            continue
+        fi
+        lines=$(wc -l <"$out/model.md")
+        limited "${CHECK_SECONDS:-240}" $python tests/engine/check_model.py "$engines/$name" \
+            "$prepared/expected-${name%-*}.npz" "$out/model.md" ${CHECK_OPTIONS:-} >"$out/model-$name.log" 2>&1
+        status=$?
+        tail -n 12 "$out/model-$name.log"
+        if [ "$status" != 0 ]; then
+            failed=1
+            if [ "$(wc -l <"$out/model.md")" = "$lines" ]; then
+                row "$name" "not compared: $(ended "$status" "${CHECK_SECONDS:-240}")"
+            fi
+        fi
+    done
 }
 
 for part in $parts; do
     started=$SECONDS
     case $part in
-    plugins) # shellcheck disable=SC2086
-        $python tests/engine/check_plugins.py "$out/plugins.md" >"$out/plugins.log" 2>&1 || failed=1
+    plugins)
+        limited "${CHECK_SECONDS:-240}" $python tests/engine/check_plugins.py "$out/plugins.md" >"$out/plugins.log" 2>&1 ||
+            failed=1
         tail -n 40 "$out/plugins.log"
         ;;
-    build)
-        jobs=()
-        for name in $ENGINES; do
-            case $name in
-            float32-w16) build "$name" float32 --window 16 --draft-tokens 3 --max-batch 16 & ;;
-            float32-w1) build "$name" float32 --window 1 --max-batch 16 & ;;
-            float16-w16) build "$name" float16 --window 16 --max-batch 512 --timing-cache "$engines/timing" & ;;
-            *) continue ;;
-            esac
-            jobs+=("$!")
-        done
-        for job in "${jobs[@]}"; do wait "$job" || failed=1; done
-        # Of one timing cache with the engine that it is timed against, so that both have the same kernels.
-        if [[ " $ENGINES " == *" float16-w1 "* ]]; then
-            build float16-w1 float16 --window 1 --max-batch 512 --timing-cache "$engines/timing" || failed=1
-        fi
-        tail -n 3 "$out"/build-*.log
-        ls -la "$engines"/*/rank0.engine
-        ;;
-    model)
-        echo "| dtype | window | T | rows x tokens | positions | tokens | logits | states | load s | us per step, host included |
-|---|---|---|---|---|---|---|---|---|---|" >"$out/model.md"
-        for name in $ENGINES; do
-            # shellcheck disable=SC2086
-            $python tests/engine/check_model.py "$engines/$name" "$prepared/expected-${name%-*}.npz" "$out/model.md" \
-                >"$out/model-$name.log" 2>&1 || failed=1
-            tail -n 12 "$out/model-$name.log"
-        done
-        ;;
+    engines) check_engines ;;
     bench)
         rm -f "$out/bench.md"
-        # shellcheck disable=SC2086
-        $python tests/engine/bench_step.py "$engines/float16-w16" "$engines/float16-w1" "$out/bench.md" \
-            >"$out/bench.log" 2>&1 || failed=1
-        tail -n 12 "$out/bench.log"
+        for dtype in float32 float16; do
+            both=("$engines/$dtype-w16" "$engines/$dtype-w1")
+            if [ ! -f "${both[0]}/rank0.engine" ] || [ ! -f "${both[1]}/rank0.engine" ]; then
+                echo "no pair of $dtype engines to time"
+                continue
+            fi
+            limited "${CHECK_SECONDS:-240}" $python tests/engine/bench_step.py "${both[@]}" "$out/bench.md" \
+                >"$out/bench-$dtype.log" 2>&1 || failed=1
+            tail -n 12 "$out/bench-$dtype.log"
+        done
         ;;
     *)
-        echo "unknown part $part; there are plugins, build, model, bench" >&2
+        echo "unknown part $part; there are plugins, engines, bench" >&2
         failed=1
         ;;
     esac

@@ -85,7 +85,7 @@ def major_version(trt: Any) -> int:
 
 
 class BuildLog:
-    """The last errors and warnings of a build, and its phases where TensorRT tells them in its log alone."""
+    """The last errors and warnings of a build or runtime, and its phases where TensorRT tells them in its log alone."""
 
     def __init__(self, progress: Progress | None = None, *, verbose: bool = False) -> None:
         self.errors: deque[str] = deque(maxlen=_KEPT)
@@ -115,12 +115,27 @@ class BuildLog:
     def reason(self) -> str:
         """What went wrong, for a message: the meaning of the errors where it is known, and the errors themselves."""
         messages = list(self.errors) or list(self.warnings)
-        if not messages:
-            return "TensorRT gave no reason in its log"
         text = " ".join(messages).lower()
         meaning = next((meaning for signs, meaning in _MEANINGS if any(sign in text for sign in signs)), "")
-        said = "; ".join(" ".join(m.split()) for m in messages[-3:])
-        return f"{meaning} (TensorRT: {said})" if meaning else f"TensorRT: {said}"
+        return f"{meaning} ({self.said()})" if meaning else self.said()
+
+    def said(self) -> str:
+        """The last errors, or else warnings, in TensorRT's words."""
+        messages = list(self.errors) or list(self.warnings)
+        if not messages:
+            return "TensorRT gave no reason in its log"
+        return "TensorRT: " + "; ".join(" ".join(m.split()) for m in messages[-3:])
+
+    @property
+    def lacks_kernel(self) -> bool:
+        """Whether the build found no kernel for a layer although the workspace would do."""
+        text = " ".join(self.errors).lower()
+        return "could not find any implementation" in text and not any(sign in text for sign in _MEANINGS[0][0])
+
+    def clear(self) -> None:
+        """Forget the messages so far."""
+        self.errors.clear()
+        self.warnings.clear()
 
 
 def make_logger(trt: Any, log: BuildLog) -> Any:

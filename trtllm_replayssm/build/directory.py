@@ -23,7 +23,7 @@ from ..layout import ConvLayout, SlotLayout
 from ..models.config import STATEFUL_KINDS, HybridConfig
 from ..models.fields import read_json
 from ..ops.tensorrt_io import PHASES, PLUGIN, NetworkIO, NetworkOptions, ProfileLimits
-from ..spec import MAMBA2
+from ..spec import MAMBA2, require_choice
 
 CONFIG_FILE = "config.json"
 ENGINE_FILE = "rank0.engine"
@@ -31,6 +31,7 @@ ENGINE_FILE = "rank0.engine"
 DECAY_FILE = "decay.npz"
 ENGINE_KEY = "replayssm_engine"
 FORMAT_VERSION = 1
+OBEYED, PREFERRED = "obeyed", "preferred"
 WHAT = "an engine directory of this package"
 
 
@@ -59,6 +60,7 @@ class EngineConfig:
         engine_sha256, engine_bytes: of rank0.engine. weights_sha256: of the checkpoint's weights.
         library_version, library_sha256: of the plugin library; empty for an ``io`` network.
         layout_sha256: see layout_digest; empty for an ``io`` network.
+        precision: ``obeyed``: layers compute in the dtypes of the network; ``preferred``: some may not (BuildOptions).
     """
 
     model: HybridConfig
@@ -75,6 +77,7 @@ class EngineConfig:
     library_version: str = ""
     library_sha256: str = ""
     layout_sha256: str = ""
+    precision: str = OBEYED
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -88,6 +91,7 @@ class EngineConfig:
                 "weights": {"sha256": self.weights_sha256},
                 "plugin_library": {"version": self.library_version, "sha256": self.library_sha256},
                 "layout_sha256": self.layout_sha256,
+                "precision": self.precision,
                 "profiles": list(self.profiles),
                 "limits": asdict(self.limits),
                 "network": self.network.to_dict(),
@@ -122,6 +126,7 @@ class EngineConfig:
                 library_version=str(library["version"]),
                 library_sha256=str(library["sha256"]),
                 layout_sha256=str(ours["layout_sha256"]),
+                precision=str(ours.get("precision", OBEYED)),
             )
             _check_parts(config)
             return config
@@ -143,6 +148,7 @@ def _check_parts(config: EngineConfig) -> None:
         require(low <= high, name.format(low, high))
     same = limits.spec_len == network.spec_len
     require(same, f"limits' spec_len is {limits.spec_len}; the network's is {network.spec_len}")
+    require_choice("precision", config.precision, (OBEYED, PREFERRED))
     names = [tensor.name for tensor in config.io.tensors]
     require(len(set(names)) == len(names), "io has two tensors of one name")
     logits = config.io.get("logits")
@@ -296,6 +302,7 @@ def describe(directory: Path, config: EngineConfig | None = None) -> dict[str, A
         "network": options.replay,
         "dtype": options.dtype,
         "state_dtype": options.state_dtype,
+        "precision": config.precision,
         "window": options.window,
         "draft_tokens": options.spec_len - 1,
         "max_batch": limits.max_batch,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from ..errors import ReplayError, require
 from . import directory
 from .backend import BuildLog, Progress, find_tensorrt, interruptible, major_version, make_logger, make_monitor
 from .directory import CONFIG_FILE, ENGINE_FILE, EngineConfig, write_engine_config
-from .options import BuildOptions
+from .options import PREFER, BuildOptions
 
 WEIGHTS_FILE = "rank0.safetensors"
 
@@ -40,11 +43,12 @@ def build_engine(
 
     Returns:
         summary: what directory.describe returns, and ``copied``: engine, family, tensorrt, network, dtype,
-        state_dtype, window, draft_tokens, max_batch, max_input_len, max_positions, engine_bytes.
+        state_dtype, precision, window, draft_tokens, max_batch, max_input_len, max_positions, engine_bytes.
 
     Raises:
         ReplayError: bad input, no TensorRT, no plugin library, a dtype that this TensorRT lacks, an ``out_dir`` that
             is there or cannot be written, or a build that TensorRT gave up, with its reasons. KeyboardInterrupt.
+            A timing cache that cannot be written when the engine is built is a RuntimeWarning.
     """
     from ..models.checkpoint import TEXT_FILES
     from ..models.host_weights import load_host_checkpoint
@@ -64,7 +68,7 @@ def build_engine(
     library = _register_plugins() if network.replay == "plugin" else ("", "")
     copied = [name for name in TEXT_FILES if os.path.isfile(source / name)]
     with written_directory(target, inputs=[source]) as part:
-        engine, io, profiles = _build(trt, logger, log, config, weights, network, limits, options, progress)
+        engine, io, profiles, precision = _build(trt, logger, log, config, weights, network, limits, options, progress)
         (part / ENGINE_FILE).write_bytes(engine)
         written = EngineConfig(
             model=config,
@@ -81,6 +85,7 @@ def build_engine(
             library_version=library[0],
             library_sha256=library[1],
             layout_sha256=directory.layout_digest(config, network) if network.replay == "plugin" else "",
+            precision=precision,
         )
         directory.write_decay(part, directory.decay_rates(config, weights))
         write_engine_config(part, written)
@@ -120,8 +125,8 @@ def _build(
     limits: Any,
     options: BuildOptions,
     progress: Progress | None,
-) -> tuple[memoryview, Any, tuple[str, ...]]:
-    """(serialised engine, NetworkIO, profile names). Raises ReplayError with TensorRT's reasons."""
+) -> tuple[memoryview, Any, tuple[str, ...], str]:
+    """(serialised engine, NetworkIO, profile names, precision). Raises ReplayError with TensorRT's reasons."""
     from ..ops import tensorrt_network as emission
 
     try:
@@ -138,13 +143,21 @@ def _build(
     cache = _set_build_options(trt, settings, options)
     if hasattr(trt, "IProgressMonitor"):  # also what lets Ctrl-C stop the build
         settings.progress_monitor = make_monitor(trt, log, progress or (lambda done, total, what: None))
+    preferred = options.precision == PREFER and emission.prefer_precision(trt, settings, network_options)
     with interruptible(log):
         engine = builder.build_serialized_network(network, settings)
+        again = engine is None and log.lacks_kernel and options.precision is None and not log.interrupted
+        if again and emission.prefer_precision(trt, settings, network_options):
+            preferred = True
+            log.clear()
+            if progress is not None:
+                progress(0, 1, "again, with precisions preferred")
+            engine = builder.build_serialized_network(network, settings)
     if engine is None:
         raise ReplayError(f"TensorRT {trt.__version__} gave no engine: {log.reason()}")
     if cache is not None and options.timing_cache is not None:
         _write_cache(options.timing_cache, settings.get_timing_cache().serialize())
-    return memoryview(engine).cast("B"), io, profiles
+    return memoryview(engine).cast("B"), io, profiles, directory.PREFERRED if preferred else directory.OBEYED
 
 
 def _set_build_options(trt: Any, settings: Any, options: BuildOptions) -> Any:
@@ -174,10 +187,18 @@ def _set_build_options(trt: Any, settings: Any, options: BuildOptions) -> Any:
 
 
 def _write_cache(path: Path, data: Any) -> None:
-    """Replace the timing cache file as a whole."""
-    part = path.with_name(f".{path.name}.part")
+    """Replace the timing cache file as a whole. The engine is there already, so a failure is a warning."""
+    part = None
     try:
-        part.write_bytes(memoryview(data))
-        part.replace(path)
+        number, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        with os.fdopen(number, "wb") as file:
+            file.write(memoryview(data))
+        os.replace(part, path)
+        part = None
     except OSError as error:
-        raise ReplayError(f"timing cache {path} cannot be written: {error.strerror or error}") from None
+        reason = error.strerror or error
+        warnings.warn(f"timing cache {path} was not written: {reason}", RuntimeWarning, stacklevel=3)
+    finally:
+        if part is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(part)

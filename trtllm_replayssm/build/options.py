@@ -13,6 +13,9 @@ from ..spec import MAX_SPEC_LEN, MAX_WINDOW, require_bool, require_choice, requi
 TENSORRT_MODULES = ("auto", "tensorrt", "tensorrt_rtx")
 #: plugin: the replay layers are plugins. io: their operands are outputs and their results inputs of the network.
 NETWORKS = ("plugin", "io")
+#: What layers ask for where networks are not strongly typed (TensorRT 8.6) and fp16: binding, or a wish.
+OBEY, PREFER = "obey", "prefer"
+PRECISIONS = (OBEY, PREFER)
 MAX_BATCH = 4096
 MAX_LEVEL = 5
 _SIZE_LIMIT = 1 << 24
@@ -32,6 +35,8 @@ class BuildOptions:
         workspace_gib: scratch memory that a layer may have; None sets no limit.
         timing_cache: file of measured kernel times, read where it is there and written after the build, or None.
         optimization_level: TensorRT's builder optimization level 0..5, or None for its default.
+        precision: for TensorRT 8.6 with fp16. ``obey``: layers compute in the dtypes that they ask for, or the build
+            fails. ``prefer``: in others where TensorRT has no such kernel. None obeys, and prefers where that fails.
         tensorrt: module to build with; auto is ``tensorrt``. network: plugin or io (see NETWORKS).
         exact_scan: prompts token by token, so that the state has the bits that steps would leave.
         float32_matmul: matrix products of an fp16 or bf16 engine in fp32.
@@ -51,6 +56,7 @@ class BuildOptions:
     workspace_gib: float | None = None
     timing_cache: Path | None = None
     optimization_level: int | None = None
+    precision: str | None = None
     tensorrt: str = "auto"
     network: str = "plugin"
     exact_scan: bool = False
@@ -73,6 +79,8 @@ class BuildOptions:
             require(ok, f"workspace is {self.workspace_gib!r}; it must be above 0 and at most 4096 GiB")
         if self.optimization_level is not None:
             require_int("optimization_level", self.optimization_level, 0, MAX_LEVEL)
+        if self.precision is not None:
+            require_choice("precision", self.precision, PRECISIONS)
         require_choice("tensorrt", self.tensorrt, TENSORRT_MODULES)
         require_choice("network", self.network, NETWORKS)
         for name in ("stagger", "exact_scan", "float32_matmul"):

@@ -13,6 +13,7 @@ from .common import print_json, progress
 
 AUTO = "auto"
 RUNTIMES = ("tensorrt", "trtllm")
+PRECISIONS = ("obey", "prefer")
 _FROM_CHECKPOINT = "dtypes are those of the checkpoint: choose them with convert --dtype"
 _OWN_BUILDER = "builder takes its own: use trtllm-build with trtllm_replayssm/trtllm/model.py"
 #: Options of the plain engines that TensorRT-LLM's builder has no use for: default, and what to do instead.
@@ -23,6 +24,7 @@ TRTLLM_UNUSED = {
     "workspace": None,
     "timing_cache": None,
     "builder_optimization_level": None,
+    "precision": None,
     "tensorrt": AUTO,
     "network": "plugin",
     "exact_scan": False,
@@ -63,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timing-cache", metavar="FILE", help="measured kernel times: read where it is there, then written")
     add("--builder-optimization-level", type=int, metavar="K", help="TensorRT's own, 0..5 (default: TensorRT's)")
     add(
+        "--precision",
+        choices=PRECISIONS,
+        help="TensorRT 8.6, float16: dtypes of layers are binding or a wish (default: binding, and a wish where no "
+        "kernel keeps to them)",
+    )
+    add(
         "--tensorrt",
         choices=(AUTO, "tensorrt", "tensorrt_rtx"),
         default=AUTO,
@@ -100,6 +108,7 @@ def _build_tensorrt(args: argparse.Namespace) -> int:
         workspace_gib=args.workspace,
         timing_cache=None if args.timing_cache is None else Path(args.timing_cache),
         optimization_level=args.builder_optimization_level,
+        precision=args.precision,
         tensorrt=args.tensorrt,
         network=args.network,
         exact_scan=args.exact_scan,

@@ -79,16 +79,26 @@ class TensorRTApi:
         """Make the builder keep to the network's types.
 
         TF32 off: it rounds the factors of fp32 products to 11 bits. In networks that are not strongly typed, fp16 is
-        allowed where the layers ask for it, and what the layers ask for is obeyed.
+        allowed, and what the layers ask for is obeyed; :meth:`prefer` makes that a wish.
         """
         flags = self.trt.BuilderFlag
         builder_config.clear_flag(flags.TF32)
-        if not self.strongly_typed and dtype == "float16":
+        if self.asks_for_precision(dtype):
             builder_config.set_flag(flags.FP16)
             builder_config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
         if workspace_bytes is not None:
             require(workspace_bytes > 0, f"workspace_bytes is {workspace_bytes}; it must be positive")
             builder_config.set_memory_pool_limit(self.trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+
+    def prefer(self, builder_config: Any) -> None:
+        """After configure(): where TensorRT has no kernel of the precision that a layer asks for, it takes another."""
+        flags = self.trt.BuilderFlag
+        builder_config.clear_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+        builder_config.set_flag(flags.PREFER_PRECISION_CONSTRAINTS)
+
+    def asks_for_precision(self, dtype: str) -> bool:
+        """Whether layers of a network of ``dtype`` ask for a precision that TensorRT could not keep to."""
+        return not self.strongly_typed and dtype == "float16"
 
     def weights(self, array: np.ndarray, dtype: str) -> Any:
         """``array`` (C order, bfloat16 as uint16 bits) as Weights that refer to its memory."""

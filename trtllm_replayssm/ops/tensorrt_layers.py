@@ -1,7 +1,8 @@
 """Layers: the network layers that models need, typed and named, whatever the TensorRT.
 
 A Node is an ITensor with the dtype that we mean it to have. Strongly typed networks derive the same dtypes by
-themselves; in the others every floating point layer is told its precision and output type.
+themselves. In the others every fp32 layer is told its precision and output type; fp16 layers are not, so that TensorRT
+may compute them in fp32 where it has no fp16 kernel: the fewer it is told, the fewer fusions it has to refuse.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from ..errors import ReplayError
 from ..models.host_weights import HostWeight
-from .tensorrt_api import FLOATS, TensorRTApi
+from .tensorrt_api import TensorRTApi
 from .tensorrt_io import Axis, IOTensor
 
 _COMPARISONS = ("EQUAL", "GREATER", "LESS")
@@ -216,12 +217,12 @@ class Layers:
         return self._done(layer, dtype, name, scoped=False, typed=False)
 
     def _done(self, layer: Any, dtype: str, label: str, *, scoped: bool = True, typed: bool = True) -> Node:
-        """Name a new layer and its output; in networks that are not strongly typed, say its types."""
+        """Name a new layer and its output; in networks that are not strongly typed, say that fp32 is fp32."""
         name = self._unique(f"{self.scope}{label}") if scoped else label
         if layer is None:
             raise ReplayError(f"{self.api.label} refuses layer {name}")
         layer.name = name
-        if typed and not self.api.strongly_typed and dtype in FLOATS:
+        if typed and not self.api.strongly_typed and dtype == "float32":
             layer.precision = self.api.dtype(dtype)
             layer.set_output_type(0, self.api.dtype(dtype))
         tensor = layer.get_output(0)

@@ -75,6 +75,7 @@ __all__ = [
     "configure_builder",
     "create_network",
     "emit_network",
+    "prefer_precision",
 ]
 
 
@@ -125,6 +126,15 @@ def configure_builder(
 ) -> None:
     """Make the builder keep to the network's types (TF32 off, fp16 where it must be asked for); workspace limit."""
     TensorRTApi(trt).configure(builder_config, options.dtype, workspace_bytes)
+
+
+def prefer_precision(trt: Any, builder_config: Any, options: NetworkOptions) -> bool:
+    """After configure_builder: make the layers' precisions a wish. Returns whether there was one to loosen."""
+    api = TensorRTApi(trt)
+    loosened = api.asks_for_precision(options.dtype)
+    if loosened:
+        api.prefer(builder_config)
+    return loosened
 
 
 def add_profiles(trt: Any, builder: Any, builder_config: Any, io: NetworkIO, limits: ProfileLimits) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 #: Function -> (types of its arguments in C, index of the one that is an output or None). The output is a pointer there.
 _FUNCTIONS: dict[str, tuple[list[Any], int | None]] = {
     "cudaGetDeviceCount": ([c_int], 0),
+    "cudaGetLastError": ([], None),
     "cudaSetDevice": ([c_int], None),
     "cudaDeviceGetAttribute": ([c_int, c_int, c_int], 0),
     "cudaMalloc": ([c_void_p, c_size_t], 0),
@@ -159,6 +160,10 @@ class Cuda:
         """GPUs that this process can use; 0 also where there is no driver."""
         status, _, value = self._caller("cudaGetDeviceCount")
         return int(value) if status == 0 else 0
+
+    def forget_error(self) -> None:
+        """Clear the calling thread's last error, which a refused call leaves behind for whoever asks next."""
+        self._caller("cudaGetLastError")
 
     def set_device(self, index: int) -> None:
         """Make ``index`` the calling thread's GPU."""

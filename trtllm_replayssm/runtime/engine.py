@@ -6,11 +6,13 @@ Python 3.9 with numpy alone. EngineRunner (engine_runner.py) keeps the books ove
 A decode step is captured in a CUDA graph the second time its shape (rows, tokens, length of the cache that is read)
 comes up, and replayed from then on. For that rows are padded to a power of two and the length to a power of two, so
 that few shapes come up. Each graph has its own execution context; all contexts share one block of scratch memory, since
-one stream runs them one after another.
+one stream runs them one after another. Where TensorRT cannot be captured (some of its kernels wait for the stream),
+steps run without graphs, at the same padded shapes.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..build.backend import BuildLog
 from ..build.directory import (
     EngineConfig,
     check_compute_capability,
@@ -30,10 +33,12 @@ from ..build.directory import (
 from ..errors import ReplayError, require
 from .books import ALL
 from .cuda import Cuda, DeviceBuffer, Graph, Stream
-from .engine_memory import EngineMemory, LibraryCall
+from .engine_memory import SLOT_MAPPING, EngineMemory, LibraryCall
 
 CONTEXT, GENERATION = "context", "generation"
 MAX_GRAPHS = 16
+#: Value of ``graphs``: a step that cannot be captured is an error.
+REQUIRE = "require"
 _SMALLEST_BOUND = 64
 
 #: (rows, logits per row) -> logits [rows, logits, vocab] of the call that ran last.
@@ -47,13 +52,17 @@ class Engine:
     Args:
         config: of the engine directory. trt: the tensorrt module. engine: its ICudaEngine.
         api: CUDA. call: the native library. decay: see EngineMemory.
-        graphs: capture decode steps in CUDA graphs. device: index of the GPU.
+        graphs: True: capture decode steps in CUDA graphs; where TensorRT refuses, say so once in a RuntimeWarning and
+            go on without. False: do not. REQUIRE: a refused capture raises RuntimeError. device: index of the GPU.
+        log: what the logger of ``engine`` writes into.
 
     Attributes:
         config, memory, stream.
+        refusal: why steps are not captured, in TensorRT's words; empty where nothing was refused. One refusal counts
+            for every shape, since each try would take another execution context.
 
     Raises:
-        ReplayError: the engine's tensors are not those of ``config``.
+        ReplayError: the engine's tensors are not those of ``config``; another value of ``graphs``.
     """
 
     def __init__(
@@ -65,9 +74,12 @@ class Engine:
         api: Cuda,
         call: LibraryCall,
         decay: Mapping[int, np.ndarray],
-        graphs: bool = True,
+        graphs: bool | str = True,
         device: int = 0,
+        log: BuildLog | None = None,
     ) -> None:
+        require(graphs is True or graphs is False or graphs == REQUIRE,
+                f"graphs is {graphs!r}; it must be True, False or {REQUIRE!r}")  # fmt: skip
         api.set_device(device)
         self.config = config
         self._device = device
@@ -77,8 +89,10 @@ class Engine:
         self.memory = EngineMemory(config, api, self.stream, call, decay)
         self._scratch = DeviceBuffer(api, scratch_bytes(engine))
         self._profiles = {name: i for i, name in enumerate(config.profiles)}
+        self._log = BuildLog() if log is None else log
         self._eager = {name: self._context(name) for name in (CONTEXT, GENERATION)}
-        self._graphs_on = graphs
+        self._graphs_on, self._required = bool(graphs), graphs == REQUIRE
+        self.refusal = ""
         self._graphs: OrderedDict[Key, tuple[Any, Graph]] = OrderedDict()
         self._seen: dict[Key, int] = {}
         #: What TensorRT holds by address and must live as long as the engine.
@@ -120,20 +134,49 @@ class Engine:
             self._graphs.move_to_end(key)
             self._graphs[key][1].launch(self.stream.handle)
             return
-        if not self._graphs_on or not self._worth_capturing(key):
+        if not self._graphs_on or self.refusal or not self._worth_capturing(key):
             self._execute(self._eager[GENERATION], key)
-            return
-        context = self._context(GENERATION)
-        self._execute(context, key)  # TensorRT settles the shapes of a context in its first run
-        graph = self.stream.capture(lambda: self._enqueue(context, rows, steps))
-        self._graphs[key] = (context, graph)
-        while len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)[1][1].close()
+        else:
+            self._capture(key)
 
     def recurrent_state(self, slot: int, accepted: int) -> dict[int, np.ndarray]:
         """See EngineMemory.recurrent_state."""
         self._cuda.set_device(self._device)
         return self.memory.recurrent_state(slot, accepted)
+
+    def _capture(self, key: Key) -> None:
+        """Run the staged step in a context of its own, and capture that context for the steps to come."""
+        rows, steps, _ = key
+        context = self._context(GENERATION)
+        slots = self.memory.staged(SLOT_MAPPING)
+        # TensorRT settles the shapes of a context, and loads kernels, in its first runs: one of padding alone, which
+        # moves no state, and then the step itself.
+        self.memory.stage(SLOT_MAPPING, np.full(rows, -1))
+        self._execute(context, key)
+        self.stream.synchronize()  # the staged inputs may be written again
+        self.memory.stage(SLOT_MAPPING, slots)
+        self._enqueue(context, rows, steps)
+        self.stream.synchronize()  # nothing of this context is under way when the capture begins
+        self._log.clear()
+        try:
+            graph = self.stream.capture(lambda: self._enqueue(context, rows, steps))
+        except (RuntimeError, ReplayError) as error:  # CudaError is a RuntimeError
+            self._refuse(key, error)
+            return
+        self._graphs[key] = (context, graph)
+        while len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)[1][1].close()
+
+    def _refuse(self, key: Key, error: Exception) -> None:
+        """Remember and say why a step, which has run, was not captured. Raises where graphs are required."""
+        self._cuda.forget_error()
+        self.stream.synchronize()
+        rows, steps, bound = key
+        self.refusal = str(error)
+        what = f"a step of {rows} rows x {steps} tokens behind {bound} cached ones was not captured in a CUDA graph"
+        if self._required:
+            raise RuntimeError(f"{what}: {error}") from error
+        warnings.warn(f"{what}; steps run without graphs: {error}", RuntimeWarning, stacklevel=4)
 
     @property
     def graphs(self) -> list[Key]:
@@ -155,7 +198,7 @@ class Engine:
         stage, bound = self.memory.stage, max(1, start)
         stage("input_ids", ids)
         stage("positions", positions)
-        stage("slot_mapping", np.asarray(slots))
+        stage(SLOT_MAPPING, np.asarray(slots))
         stage("last_token_ids", lengths)
         stage("host_request_types", np.zeros(rows))
         stage("accepted", np.full(rows, ALL))
@@ -188,7 +231,7 @@ class Engine:
         stage = self.memory.stage
         stage("input_ids", padded(tokens, 0))
         stage("positions", padded(np.asarray(lengths)[:, None], 0) + np.arange(steps))
-        stage("slot_mapping", padded(slots, -1))
+        stage(SLOT_MAPPING, padded(slots, -1))
         stage("last_token_ids", np.full(rows, steps))
         stage("host_request_types", np.ones(rows))
         stage("accepted", padded(accepted, ALL))
@@ -206,7 +249,7 @@ class Engine:
         self.memory.upload()
         done = context.execute_async_v3(self.stream.handle)
         if not done:
-            raise RuntimeError("TensorRT refused to run the engine; its log has the reason")
+            raise RuntimeError(f"TensorRT refused to run the engine: {self._log.said()}")
         self.memory.append_kv(rows, tokens)
 
     def _set_shapes(self, context: Any, rows: int, tokens: int, bound: int, logits: int) -> None:
@@ -220,13 +263,13 @@ class Engine:
         for tensor in self.config.io.inputs:
             shape = tuple(sizes[axis] if isinstance(axis, str) else int(axis) for axis in tensor.shape)
             if not context.set_input_shape(tensor.name, shape):
-                raise RuntimeError(f"TensorRT refused shape {list(shape)} for input {tensor.name}")
+                raise RuntimeError(f"TensorRT refused shape {list(shape)} for input {tensor.name}: {self._log.said()}")
 
     def _context(self, profile: str) -> Any:
         """A context of a profile with every address bound, on the shared scratch memory."""
         context = new_context(self._trt, self._engine, self._scratch)
         if context is None or not context.set_optimization_profile_async(self._profiles[profile], self.stream.handle):
-            raise RuntimeError(f"TensorRT gave no execution context for profile {profile}; its log has the reason")
+            raise RuntimeError(f"TensorRT gave no execution context for profile {profile}: {self._log.said()}")
         self.stream.synchronize()
         for name, address in self.memory.addresses().items():
             if not context.set_tensor_address(name, address):
@@ -266,7 +309,7 @@ def new_context(trt: Any, engine: Any, scratch: DeviceBuffer) -> Any:
     return context
 
 
-def open_engine(directory: str | Path, *, device: int = 0, graphs: bool = True) -> Engine:
+def open_engine(directory: str | Path, *, device: int = 0, graphs: bool | str = True) -> Engine:
     """Load an engine directory onto a GPU.
 
     Args:
@@ -277,7 +320,7 @@ def open_engine(directory: str | Path, *, device: int = 0, graphs: bool = True) 
             or no GPU.
     """
     from .. import plugins
-    from ..build.backend import BuildLog, find_tensorrt, make_logger
+    from ..build.backend import find_tensorrt, make_logger
     from ..kernels import library
     from .cuda import cuda
 
@@ -301,7 +344,7 @@ def open_engine(directory: str | Path, *, device: int = 0, graphs: bool = True) 
     loaded = runtime.deserialize_cuda_engine(data)
     if loaded is None:
         raise ReplayError(f"engine {path} does not load: {log.reason()}")
-    engine = Engine(config, trt, loaded, api=api, call=library.call, decay=decay, graphs=graphs, device=device)
+    engine = Engine(config, trt, loaded, api=api, call=library.call, decay=decay, graphs=graphs, device=device, log=log)
     engine.keep = (logger, runtime)
     return engine
 

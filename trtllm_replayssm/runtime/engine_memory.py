@@ -25,6 +25,7 @@ LibraryCall = Callable[[str, ctypes.Structure, int], None]
 #: numpy dtypes of a slot's regions and of outputs; bfloat16 comes as its 16 bits.
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int32": np.int32}
 LOGITS = "logits"
+SLOT_MAPPING = "slot_mapping"
 POOL_ROLES = ("replay_state", "conv_state", "kv_cache")
 
 
@@ -125,6 +126,11 @@ class EngineMemory:
         self._host[name].array[: flat.size] = flat
         self._staged[name] = flat.nbytes
 
+    def staged(self, name: str) -> np.ndarray:
+        """A copy of the values of an input that stage() put there last, int32 [count]."""
+        values: np.ndarray = self._host[name].array[: self._staged[name] // 4].copy()
+        return values
+
     def upload(self) -> None:
         """Send what is staged; part of a captured step."""
         for name, buffer in self._device.items():
@@ -147,7 +153,7 @@ class EngineMemory:
                 max_positions=places,
                 new_kv=self.device_address(f"new_kv_{cache.layer}"),
                 cache=self.pools[cache.name].address,
-                slot_mapping=abi.CIndex(self.device_address("slot_mapping"), 32, 0),
+                slot_mapping=abi.CIndex(self.device_address(SLOT_MAPPING), 32, 0),
                 positions=abi.CIndex(self.device_address("positions"), 32, 0),
                 counts=abi.CIndex(self.device_address("last_token_ids"), 32, 0),
             )

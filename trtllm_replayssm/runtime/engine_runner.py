@@ -23,7 +23,7 @@ class EngineRunner(SequenceBooks):
     Args:
         engine: an engine directory, or an Engine. max_batch: sequences at once; default and most: the engine's slots.
         max_positions: tokens per sequence; default and most: the engine's.
-        device, graphs: see open_engine.
+        device: see open_engine. graphs: see Engine.
 
     Every method raises ReplayError for arguments that are wrong, and then has changed nothing.
     """
@@ -35,7 +35,7 @@ class EngineRunner(SequenceBooks):
         max_batch: int | None = None,
         max_positions: int | None = None,
         device: int = 0,
-        graphs: bool = True,
+        graphs: bool | str = True,
     ) -> None:
         self.engine = engine if isinstance(engine, Engine) else open_engine(engine, device=device, graphs=graphs)
         config = self.engine.config

@@ -25,7 +25,7 @@ class EngineSession(Session):
     Args:
         engine: an engine directory, or an Engine. max_batch: sequences at once; default and most: the engine's slots.
         max_positions: tokens per sequence; default and most: the engine's.
-        device: index of the GPU. graphs: replay decode steps as CUDA graphs.
+        device: index of the GPU. graphs: see Engine.
 
     Raises:
         ReplayError: see open_engine; max_positions above the engine's limit.
@@ -38,7 +38,7 @@ class EngineSession(Session):
         max_batch: int | None = None,
         max_positions: int | None = None,
         device: int = 0,
-        graphs: bool = True,
+        graphs: bool | str = True,
     ) -> None:
         self.engine = engine if isinstance(engine, Engine) else open_engine(engine, device=device, graphs=graphs)
         self.config = self.engine.config.model
