@@ -58,8 +58,15 @@ def time_calls(
     return Timing(statistics.median(times), min(times), max(times), len(calls))
 
 
+def require_gpu() -> None:
+    """End the program where torch has no GPU to time on."""
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks need an NVIDIA GPU and a torch built with CUDA; torch sees none")
+
+
 def read_bandwidth(nbytes: int = 4 << 30) -> float:
     """TB/s of summing a large fp32 buffer: what reading alone can reach."""
+    require_gpu()
     data = torch.randn(nbytes // 4, device="cuda")
     out = torch.empty((), device="cuda")
     timing = time_calls([lambda: torch.sum(data, dim=0, out=out)] * 2)
@@ -76,6 +83,7 @@ def copy_bandwidth(nbytes: int = 2 << 30) -> float:
 
 def machine() -> str:
     """GPU, driver, torch and CUDA versions in one line."""
+    require_gpu()
     name = torch.cuda.get_device_name()
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -111,7 +111,7 @@ def test_json_and_overwrite(checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
         (["--workspace", "nan"], "workspace is nan"),
         (["--builder-optimization-level", 6], "optimization_level is 6; it must be a whole number from 0 to 5"),
         (["--tensorrt", "tensorrt_rtx"], "TensorRT-RTX takes no plugins. It builds network io (--network io)"),
-        ([], "tensorrt is not installed; install it with: pip install tensorrt"),
+        ([], "tensorrt is not installed; install it with: pip install 'tensorrt>=10,<12'"),
         (["--runtime", "trtllm"], "tensorrt_llm cannot be imported"),
         (["--runtime", "trtllm", "--network", "io"], "--network is io; it is for --runtime tensorrt"),
         (["--runtime", "trtllm", "--dtype", "float16"], "dtypes are those of the checkpoint"),

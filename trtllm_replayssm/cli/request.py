@@ -146,7 +146,8 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """Raise ReplayError unless ``path`` looks like a directory that `convert` made."""
-    require(path.exists(), f"checkpoint {path} does not exist; make one with: {PROG} convert HF_DIR {path}")
+    engine = f"(an engine: {PROG} build CHECKPOINT {path})"
+    require(path.exists(), f"checkpoint {path} does not exist; make one with: {PROG} convert HF_DIR {path} {engine}")
     require(path.is_dir(), f"checkpoint {path} is not a directory; give the one that `{PROG} convert` made")
     config_path = path / "config.json"
     require(config_path.exists(), f"checkpoint {path} has no config.json; it must be made by: {PROG} convert")
