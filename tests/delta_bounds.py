@@ -39,8 +39,9 @@ def output_bounds(inputs: Inputs, first: torch.Tensor, own: torch.Tensor) -> tor
     fp32 = OPERATIONS * 2.0**-24
     exact = {name: value.double() for name, value in inputs.tokens.items()}
     params = {name: value.double() for name, value in inputs.params.items()}
-    gate = {"gate": spec.gate, "lower_bound": spec.gate_lower_bound}
-    g, beta = reference.delta_gates(exact["a"], exact["b"], params["A_log"], params["dt_bias"], **gate)
+    g, beta = reference.delta_gates(
+        exact["a"], exact["b"], params["A_log"], params["dt_bias"], gate=spec.gate, lower_bound=spec.gate_lower_bound
+    )
     g = g if g.dim() == 4 else g[..., None]
     kn, qn = (_normalised(exact[name], spec.heads_per_group) for name in "kq")
     qn = qn * spec.dstate**-0.5

@@ -17,6 +17,8 @@ constexpr Cut kChannelCuts[] = {{8, 1}, {1 << 30, 2}};       // KDA: a head at m
 //! Blocks of a multiprocessor at a time, for the length of the grid's tail.
 constexpr int kResidentBlocks = 4;
 constexpr int kTunedParts = 2;
+//! From so many items per multiprocessor on, GDN's steps of one token have a tail twice as long.
+constexpr int kLongTailItems = 60;
 
 int largest_divisor(int value, int limit) {
     for (int d = limit; d > 1; --d)
@@ -37,12 +39,15 @@ int item_limit(const GatedDeltaShape& shape) {
     return shape.channel_gates ? kTunedParts : kTunedParts * shape.heads_per_group;
 }
 
+int64_t items_per_multiprocessor(const GatedDeltaStepParams& p) {
+    return static_cast<int64_t>(p.rows) * p.shape.nheads * kTunedParts / device_limits().multiprocessors;
+}
+
 int choose_items(const GatedDeltaStepParams& p, GatedDeltaStepTuning tuning) {
     const int limit = item_limit(p.shape);
     if (tuning.flags & REPLAYSSM_STEP_PART_HEADS) return 1;
     if (tuning.heads_per_block > 0) return std::min(tuning.heads_per_block * kTunedParts, limit);
-    const int64_t per_multiprocessor =
-        static_cast<int64_t>(p.rows) * p.shape.nheads * kTunedParts / device_limits().multiprocessors;
+    const int64_t per_multiprocessor = items_per_multiprocessor(p);
     const auto choose = [&](const auto& cuts) {
         for (const Cut& cut : cuts) {
             if (per_multiprocessor > cut.items_per_multiprocessor) continue;
@@ -53,16 +58,25 @@ int choose_items(const GatedDeltaStepParams& p, GatedDeltaStepTuning tuning) {
     return p.shape.channel_gates ? choose(kChannelCuts) : choose(kHeadCuts);
 }
 
+//! Length of the grid's tail, see fill_segments. Twice as long where blocks have several heads each, in large grids of
+//! one token; measured slower with several tokens and with KDA. With window 1 every row folds: blocks are even.
+int choose_tail(const GatedDeltaStepParams& p, int items) {
+    const bool heads = !p.shape.channel_gates && items > kTunedParts;
+    return heads && p.tokens == 1 && p.shape.window > 1 && items_per_multiprocessor(p) >= kLongTailItems ? 2 : 1;
+}
+
 //! Rows in grid order: most of them in blocks of `items` items, the last ones in smaller blocks, so that the
-//! multiprocessors finish together although some rows fold and others do not.
+//! multiprocessors finish together although some rows fold and others do not. Of every smaller size there are `tail`
+//! times the blocks that are resident at a time, but at most tail / 4 of the rows that are left.
 void fill_segments(GatedDeltaStepParams& p, int items, int parts, bool even) {
     const int resident = kResidentBlocks * device_limits().multiprocessors, row_items = p.shape.nheads * parts;
+    const int tail = choose_tail(p, items);
     const int sizes[kGatedDeltaSegments] = {items, items % 2 == 0 ? 2 : 1, 1};
     int left = p.rows, rows[kGatedDeltaSegments] = {p.rows, 0, 0};
     for (int i = kGatedDeltaSegments - 1; i > 0 && !even; --i) {
         if (sizes[i] >= items) continue;
         const int blocks_per_row = row_items / sizes[i];
-        rows[i] = std::min(left / 4, (resident + blocks_per_row - 1) / blocks_per_row);
+        rows[i] = std::min(left * tail / 4, (resident * tail + blocks_per_row - 1) / blocks_per_row);
         left -= rows[i];
         rows[0] = left;
     }

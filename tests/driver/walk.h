@@ -138,6 +138,28 @@ inline Case narrow(const Case& c) {
     return out;
 }
 
+//! A case of no rows: with tokens that nobody has, or without any.
+inline Case rowless(const Case& c, bool tokens) {
+    Case out = c;
+    for (auto* group : {&out.inputs, &out.outputs}) {
+        for (Tensor& tensor : *group) {
+            const bool rows = tensor.run.size() == 1 && tensor.extents[0] < 0;
+            const bool data = tensor.run.size() > 1 && tensor.extents[0] < 0 && tensor.name.rfind("state", 0) != 0;
+            if (rows || (data && !tokens)) tensor.run[0] = 0;
+        }
+    }
+    return out;
+}
+
+//! Enqueue of an instance with such a case's shapes.
+inline void walk_rowless(Checks& check, const Case& c, const std::function<int32_t(const Case&, Rows&)>& enqueue) {
+    Rows rows(c);
+    recorded.clear();
+    check(enqueue(rowless(c, true), rows) != 0 && said("host_request_types has no rows") && recorded.empty(),
+        "tokens without rows are refused", library.last_error());
+    check(enqueue(rowless(c, false), rows) == 0 && recorded.empty(), "a call of nothing does nothing");
+}
+
 void walk_v2_trt8(Checks& check, const Case& c, void* creator, const char* name_space);
 void walk_v2_trt10(Checks& check, const Case& c, void* creator, const char* name_space);
 void walk_v3(Checks& check, const Case& c, void* creator, const char* name_space);

@@ -1,5 +1,5 @@
 //! What the emulated library of the GDN and KDA step has beside the sources of plugins/: shared memory, and an end for
-//! launches of kernels that are not in it.
+//! launches of kernels that are not in it; emulated_blocks(): of the last launch's grid.
 #include "gated_delta_replay/params.h"
 #include "mamba2_replay/params.h"
 
@@ -13,3 +13,5 @@ void launch_mamba2_scan(const Mamba2ScanParams&, int, int, cudaStream_t) { emula
 void launch_mamba2_materialize(const Mamba2MaterializeParams&, int, int, cudaStream_t) { emulator::fail("no Mamba-2"); }
 
 } // namespace replayssm
+
+extern "C" int emulated_blocks() { return static_cast<int>(gridDim.x); }

@@ -1,6 +1,7 @@
 //! In the place of common/launch.h: a launch runs every block on the CPU, one after another. Shared memory holds NaN
 //! before each, and what lies behind a block's own must not change. Every second launch runs a block's last warp first,
-//! every other pair of launches the last block first.
+//! every other pair of launches the last block first. EMULATED_MULTIPROCESSORS in the environment: of the GPU that
+//! launchers cut their grids for.
 #pragma once
 
 #include "checks.h"
@@ -20,7 +21,11 @@ struct DeviceLimits {
     bool early_launch = true;
 };
 
-inline DeviceLimits device_limits() { return DeviceLimits{}; }
+inline DeviceLimits device_limits() {
+    DeviceLimits limits;
+    if (const char* count = std::getenv("EMULATED_MULTIPROCESSORS")) limits.multiprocessors = std::atoi(count);
+    return limits;
+}
 
 template <auto kKernel, class Params>
 void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t, const Params& params,

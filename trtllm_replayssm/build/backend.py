@@ -23,7 +23,8 @@ Progress = Callable[[int, int, str], None]
 INTERNAL_ERROR, ERROR, WARNING = 0, 1, 2
 _KEPT = 8
 _INSTALL = {
-    "tensorrt": "pip install 'tensorrt>=10,<12'; building needs a GPU (without one: --tensorrt tensorrt_rtx --network io)",
+    "tensorrt": "pip install 'tensorrt>=10,<12'; building needs a GPU "
+    "(without one: --tensorrt tensorrt_rtx --network io)",
     "tensorrt_rtx": "pip install tensorrt-rtx",
 }
 #: Text in TensorRT 8.6's log that begins a phase of the build -> the phase's name, in their order.
