@@ -201,6 +201,7 @@ class Twice:
             "accepted": [row.accepted for row in rows],
             "has_initial": [int(context and row.start > 0) for row in rows],
             "kv_index": list(range(max(1, *(row.start for row in rows), 0))),
+            "token_index": list(range(width)),
             "logit_index": last,
         }
         feeds = {name: torch.tensor(value, dtype=torch.int32) for name, value in ints.items()}

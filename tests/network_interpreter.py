@@ -28,7 +28,6 @@ CLASSES = {
     "CONCATENATION": "IConcatenationLayer",
     "CONSTANT": "IConstantLayer",
     "ELEMENTWISE": "IElementWiseLayer",
-    "FILL": "IFillLayer",
     "GATHER": "IGatherLayer",
     "IDENTITY": "IIdentityLayer",
     "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
@@ -71,13 +70,14 @@ class Interpreter:
         """
         shapes = {tensor.name: tensor for tensor in self.inputs}
         values: Values = {}
+        axes: dict[str, int] = {}
 
         def value(tensor: Any) -> torch.Tensor:
             name = tensor.name
             if name not in values:
                 assert name in shapes, f"{name} is used before it is made"
                 given = feeds[name] if name in feeds else supply(name, values, None)
-                _check_input(shapes[name], given)
+                _check_input(shapes[name], given, axes)
                 values[name] = given
             return values[name]
 
@@ -118,11 +118,17 @@ def _typed(trt: Any, layer: Any) -> tuple[str, Any]:
     return kind, layer
 
 
-def _check_input(tensor: Any, given: torch.Tensor) -> None:
+def _check_input(tensor: Any, given: torch.Tensor, axes: dict[str, int]) -> None:
+    """``axes``: lengths of the named axes so far, which TensorRT wants to be one length wherever they occur."""
     want = tuple(tensor.shape)
     fits = len(want) == given.dim() and all(w in (-1, g) for w, g in zip(want, given.shape, strict=True))
     assert fits, f"input {tensor.name} is {tuple(given.shape)}; the network wants {want}"
     assert DTYPES[tensor.dtype.name] == given.dtype, (tensor.name, given.dtype)
+    for i, length in enumerate(given.shape):
+        label = tensor.get_dimension_name(i)
+        assert (want[i] == -1) == bool(label), f"axis {i} of {tensor.name} is called {label}"
+        if label:
+            assert axes.setdefault(label, length) == length, f"{label} is {axes[label]}; {tensor.name} has {length}"
 
 
 def _activation(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -209,12 +215,6 @@ def _shape(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tensor(x.shape, dtype=DTYPES[layer.get_output(0).dtype.name])
 
 
-def _fill(layer: Any, length: torch.Tensor, start: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    assert layer.operation.name == "LINSPACE" and start.dim() == 0 and step.shape == (1,), layer.name
-    count = torch.arange(int(length[0]), dtype=torch.int32)
-    return (start + count * step).to(torch.int32)
-
-
 def _identity(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
@@ -224,7 +224,6 @@ _RULES: dict[str, Callable[..., torch.Tensor]] = {
     "CAST": _cast,
     "CONCATENATION": _concat,
     "ELEMENTWISE": _elementwise,
-    "FILL": _fill,
     "GATHER": _gather,
     "IDENTITY": _identity,
     "MATRIX_MULTIPLY": _matmul,

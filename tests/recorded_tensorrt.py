@@ -35,10 +35,18 @@ def _enum(name: str, members: str) -> Any:
 class Tensor:
     """An ITensor: type and rank are known, lengths are not followed."""
 
-    __slots__ = ("allowed_formats", "dtype", "name", "rank", "shape")
+    __slots__ = ("allowed_formats", "axes", "dtype", "name", "rank", "shape")
 
     def __init__(self, dtype: Any, rank: int, shape: Any = None) -> None:
         self.dtype, self.rank, self.shape, self.name, self.allowed_formats = dtype, rank, shape, "", 0
+        self.axes: dict[int, str] = {}
+
+    def set_dimension_name(self, i: int, name: str) -> None:
+        assert self.shape is not None and self.shape[i] == -1, "axes of network inputs have names"
+        self.axes[i] = name
+
+    def get_dimension_name(self, i: int) -> str | None:
+        return self.axes.get(i)
 
 
 class Layer:
@@ -313,12 +321,11 @@ def recorded_tensorrt(version: str, plugins: tuple[str, ...] = tuple(PLUGIN_FIEL
         ActivationType=_enum("ActivationType", "RELU SIGMOID TANH"),
         ReduceOperation=_enum("ReduceOperation", "SUM PROD MAX MIN AVG"),
         MatrixOperation=_enum("MatrixOperation", "NONE TRANSPOSE VECTOR"),
-        FillOperation=_enum("FillOperation", "LINSPACE RANDOM_UNIFORM"),
         MemoryPoolType=_enum("MemoryPoolType", "WORKSPACE"),
         TensorFormat=_enum("TensorFormat", "LINEAR CHW2 HWC8"),
         LayerType=_enum(
             "LayerType",
-            "ACTIVATION CAST CONCATENATION CONSTANT ELEMENTWISE FILL GATHER IDENTITY MATRIX_MULTIPLY REDUCE SELECT "
+            "ACTIVATION CAST CONCATENATION CONSTANT ELEMENTWISE GATHER IDENTITY MATRIX_MULTIPLY REDUCE SELECT "
             "SHAPE SHUFFLE SLICE SOFTMAX UNARY " + ("PLUGIN_V2" if old else "PLUGIN_V2 PLUGIN_V3"),
         ),
         PluginFieldType=_enum("PluginFieldType", "FLOAT16 FLOAT32 FLOAT64 INT8 INT16 INT32 CHAR DIMS UNKNOWN"),
@@ -343,24 +350,18 @@ def recorded_tensorrt(version: str, plugins: tuple[str, ...] = tuple(PLUGIN_FIEL
     methods: dict[str, Any] = {"module": module}
     if old:
 
-        def add_fill(self: Network, shape: Any, operation: Any) -> Layer:
-            return self._add("FILL", [], module.DataType.FLOAT, len(shape), operation=operation)
-
         def add_plugin_v2(self: Network, inputs: list[Tensor], plugin: Any) -> Layer:
             return _add_plugin(self, inputs, plugin, "PLUGIN_V2")
 
-        methods |= {"add_fill": add_fill, "add_plugin_v2": add_plugin_v2}
+        methods["add_plugin_v2"] = add_plugin_v2
     else:
         module.TensorRTPhase = _enum("TensorRTPhase", "BUILD RUNTIME")
-
-        def add_fill_typed(self: Network, shape: Any, operation: Any, dtype: Any) -> Layer:
-            return self._add("FILL", [], dtype, len(shape), operation=operation)
 
         def add_plugin_v3(self: Network, inputs: list[Tensor], shapes: list[Tensor], plugin: Any) -> Layer:
             assert shapes == [] and plugin.phase == module.TensorRTPhase.BUILD
             return _add_plugin(self, inputs, plugin, "PLUGIN_V3")
 
-        methods |= {"add_fill": add_fill_typed, "add_plugin_v3": add_plugin_v3}
+        methods["add_plugin_v3"] = add_plugin_v3
     module.Weights = weights
     module.INetworkDefinition = type("INetworkDefinition", (Network,), methods)
     module.Builder = SimpleNamespace(create_network=module.INetworkDefinition)

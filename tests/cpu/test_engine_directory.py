@@ -95,7 +95,8 @@ def change(path: Path, key: str, value: Any) -> None:
         ("engine.bytes", 5, "has 19 bytes; config.json says 5: it is cut off"),
         ("engine.sha256", "00", "is not the engine that config.json was written for"),
         ("network.replay", "io", "has network io: it cannot generate text"),
-        ("format_version", 7, "format_version is 7; this version reads 1"),
+        ("format_version", 1, r"format_version is 1; this version .* engines of format 2: build the engine again"),
+        ("format_version", 7, "format_version is 7; this version .* engines of format 2"),
         ("network.window", 99, "window is 99"),
         ("network.colour", 1, "NetworkOptions has no field colour"),
         ("limits.max_batch", 0, "max_batch is 0"),
@@ -129,6 +130,23 @@ def test_missing_entries_are_named(here: Path, key: str) -> None:
     file.write_text(json.dumps(data))
     with pytest.raises(ReplayError, match=rf"config\.json: replayssm_engine lacks '{key}'"):
         open_engine(here)
+
+
+@pytest.mark.parametrize("name, axis", [("token_index", "tokens"), ("kv_index", "bound")])
+def test_an_engine_whose_attention_has_other_inputs_is_refused(here: Path, name: str, axis: str) -> None:
+    """Its network would read what the runner does not stage."""
+    file = here / "config.json"
+    data = json.loads(file.read_text())
+    io = data["replayssm_engine"]["io"]
+    (tensor,) = [t for t in io["tensors"] if t["name"] == name]
+    message = rf"config\.json: io has KV caches but no input {name} int32 \[{axis}\]; build the engine again"
+    for change_of in ({"shape": ["rows"]}, {"dtype": "float32"}, {"is_input": False}, {"name": "other"}):
+        kept = dict(tensor)
+        tensor.update(change_of)
+        file.write_text(json.dumps(data))
+        with pytest.raises(ReplayError, match=message):
+            open_engine(here)
+        tensor.update(kept)
 
 
 def test_missing_files_are_named(here: Path, tmp_path: Path) -> None:

@@ -354,6 +354,18 @@ def test_limits_of_the_engine(options: dict[str, int], message: str) -> None:
     assert runner.free_slots == 2 and runner.max_positions == 10
 
 
+@pytest.mark.parametrize("name", ["token_index", "kv_index"])
+def test_teeth_a_wrong_index_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = standin_engine(NEMOTRON)
+    both = Both(engine)
+    seqs = both.prefill(tokens(5, 0))
+    stage = engine.memory.stage
+    monkeypatch.setattr(engine.memory, "stage", lambda at, x: stage(at, x if at != name else np.zeros_like(x)))
+    with pytest.raises(AssertionError):
+        both.runner.engine._graphs_on = False
+        both.verify(seqs, [tokens(4, 1)], [4])
+
+
 def test_teeth_a_cache_that_is_not_written_shows() -> None:
     engine = standin_engine(NEMOTRON)
     both = Both(engine)

@@ -148,6 +148,39 @@ def test_the_builder_takes_every_family(kind: str, dtype: str, builder: Any) -> 
         assert tensor.dtype == getattr(rtx, entry.dtype), tensor.name
 
 
+def uses_of_shapes(network: Any) -> list[str]:
+    """Where a value computed from shapes is anything but the sizes of a slice: layer and input, or an output's name."""
+    derived = {id(layer.get_output(0)) for layer in network.layers if layer.type.name == "SHAPE"}
+    uses = []
+    for layer in network.layers:
+        for i in range(layer.num_inputs):
+            tensor = layer.get_input(i)
+            if tensor is None or id(tensor) not in derived:
+                continue
+            if layer.type.name == "CONCATENATION":
+                derived.add(id(layer.get_output(0)))
+            elif (layer.type.name, i) != ("SLICE", 2):
+                uses.append(f"{layer.name} input {i}")
+    return uses + [tensor.name for tensor in network.outputs if id(tensor) in derived]
+
+
+@pytest.mark.parametrize("replay", ["plugin", "io"])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_shapes_are_sizes_of_slices_alone(kind: str, replay: str) -> None:
+    """What TensorRT computes on the host is not copied to the device: it is no operand of any layer."""
+    for version in ("8.6", "10"):
+        network, _ = emit(recorded_tensorrt(version), CONFIGS[kind], tn.NetworkOptions("float32", 32, replay=replay))
+        kinds = [layer.type.name for layer in network.layers]
+        assert kinds.count("SHAPE") == 1 and "SLICE" in kinds and "FILL" not in kinds
+        assert uses_of_shapes(network) == []
+        shape = next(layer for layer in network.layers if layer.type.name == "SHAPE").get_output(0)
+        shape.name = "shape"
+        first = network.add_constant((1,), recorded_tensorrt(version).Weights(np.zeros(1, np.int32))).get_output(0)
+        network.add_gather(shape, first, 0).name = "a gather"
+        network.mark_output(shape)
+        assert uses_of_shapes(network) == ["a gather input 0", "shape"]
+
+
 def test_plugins_read_views_in_place_where_vectors_are_aligned() -> None:
     """fp32: the operands are offsets into the projections, no slices. fp16: rows of 264 bytes are cut out first."""
     config = CONFIGS["nemotron_h"]
@@ -186,6 +219,9 @@ def test_inputs_follow_the_options() -> None:
     assert state is not None and state.shape == ("slots", SlotLayout(spec).slot_bytes // 4) and state.layer == 0
     assert conv is not None
     assert conv.shape == ("slots", ConvLayout(config.conv_spec(act_dtype="float16")).slot_bytes // 4)
+    index, token = io.get("kv_index"), io.get("token_index")
+    assert index is not None and index.shape == ("bound",) and index.role == "kv_index"
+    assert token is not None and token.shape == ("tokens",) and token.dtype == "int32" and token.role == "token_index"
     cache, new = io.get("kv_cache_1"), io.get("new_kv_1")
     assert cache is not None and cache.shape == ("slots", 2, 2, 32, 8) and cache.dtype == "float16"
     assert new is not None and new.shape == ("rows", "tokens", 2, 2, 8) and not new.is_input
@@ -195,6 +231,22 @@ def test_inputs_follow_the_options() -> None:
     cache = io.get("kv_cache_1")
     assert cache is not None and cache.shape == ("slots", 1, 1, 32, 19)
     assert io.get("accepted") is not None and io.get("has_initial") is not None
+    bare = dataclasses.replace(config, layers=("mamba2", "mlp"))
+    _, io = emit(trt, bare, tn.NetworkOptions("float16", 32))
+    for name in ("positions", "kv_index", "token_index"):
+        assert io.get(name) is None, "no attention reads it"
+
+
+def test_axes_of_one_length_have_one_name(builder: Any) -> None:
+    """TensorRT is told which lengths are equal: those of the same axis."""
+    network, io = emit(rtx, CONFIGS["kimi_linear"], tn.NetworkOptions("float32", 32, replay="io"), builder=builder)
+    assert network.num_inputs == len(io.inputs)
+    for i in range(network.num_inputs):
+        tensor = network.get_input(i)
+        entry = io.get(tensor.name)
+        assert entry is not None
+        for at, axis in enumerate(entry.shape):
+            assert tensor.get_dimension_name(at) == (axis if isinstance(axis, str) else None), tensor.name
 
 
 def test_plugin_fields_carry_the_spec() -> None:

@@ -22,7 +22,7 @@ from ..errors import ReplayError, require
 from ..layout import ConvLayout, SlotLayout
 from ..models.config import STATEFUL_KINDS, HybridConfig
 from ..models.fields import read_json
-from ..ops.tensorrt_io import PHASES, PLUGIN, NetworkIO, NetworkOptions, ProfileLimits
+from ..ops.tensorrt_io import BOUND, PHASES, PLUGIN, TOKENS, NetworkIO, NetworkOptions, ProfileLimits
 from ..spec import MAMBA2, require_choice
 
 CONFIG_FILE = "config.json"
@@ -30,7 +30,8 @@ ENGINE_FILE = "rank0.engine"
 #: A = -exp(A_log) fp32 [H] of every Mamba-2 layer, which folding a ring outside the engine needs.
 DECAY_FILE = "decay.npz"
 ENGINE_KEY = "replayssm_engine"
-FORMAT_VERSION = 1
+#: Of config.json and of the network's inputs: the runner feeds engines of this format alone.
+FORMAT_VERSION = 2
 OBEYED, PREFERRED = "obeyed", "preferred"
 WHAT = "an engine directory of this package"
 
@@ -108,7 +109,11 @@ class EngineConfig:
             raise ReplayError(f"there is no {ENGINE_KEY} object; engine directories are made by trtllm-replayssm build")
         require("tensorrt_llm" not in ours, "it is an engine of TensorRT-LLM, which runs it: see docs/trtllm.md")
         version = ours.get("format_version")
-        require(version == FORMAT_VERSION, f"format_version is {version!r}; this version reads {FORMAT_VERSION}")
+        require(
+            version == FORMAT_VERSION,
+            f"format_version is {version!r}; this version of the package runs engines of format {FORMAT_VERSION}: "
+            "build the engine again (trtllm-replayssm build ... --overwrite)",
+        )
         try:
             tensorrt, engine, library = ours["tensorrt"], ours["engine"], ours["plugin_library"]
             config = cls(
@@ -156,6 +161,10 @@ def _check_parts(config: EngineConfig) -> None:
         logits is not None and logits.shape[-1:] == (model.vocab_size,),
         f"io has no output logits of the model's {model.vocab_size} tokens",
     )
+    for name, axis in (("kv_index", BOUND), ("token_index", TOKENS)) if config.io.by_role("kv_cache") else ():
+        tensor = config.io.get(name)
+        fits = tensor is not None and tensor.is_input and (tensor.dtype, tensor.shape) == ("int32", (axis,))
+        require(fits, f"io has KV caches but no input {name} int32 [{axis}]; build the engine again")
 
 
 def is_engine_directory(path: Path) -> bool:

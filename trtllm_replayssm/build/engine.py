@@ -18,8 +18,6 @@ from .backend import BuildLog, Progress, find_tensorrt, interruptible, major_ver
 from .directory import CONFIG_FILE, ENGINE_FILE, EngineConfig, write_engine_config
 from .options import PREFER, BuildOptions
 
-WEIGHTS_FILE = "rank0.safetensors"
-
 
 def build_engine(
     checkpoint: str | os.PathLike[str],
@@ -50,7 +48,7 @@ def build_engine(
             is there or cannot be written, or a build that TensorRT gave up, with its reasons. KeyboardInterrupt.
             A timing cache that cannot be written when the engine is built is a RuntimeWarning.
     """
-    from ..models.checkpoint import TEXT_FILES
+    from ..models.checkpoint import TEXT_FILES, WEIGHTS_FILE
     from ..models.host_weights import load_host_checkpoint
     from ..ops.tensorrt_network import check_options
 

@@ -106,14 +106,12 @@ class TensorRTApi:
             return self.trt.Weights(self.dtype(dtype), array.ctypes.data, array.size)
         return self.trt.Weights(array)
 
-    def add_fill(self, network: Any, dtype: str) -> Any:
-        """A fill layer of rank 1 that counts (LINSPACE); its inputs are still to be set."""
-        operation = self.trt.FillOperation.LINSPACE
-        if self.strongly_typed:
-            return network.add_fill((1,), operation, self.dtype(dtype))
-        layer = network.add_fill((1,), operation)
-        layer.set_output_type(0, self.dtype(dtype))
-        return layer
+    @staticmethod
+    def name_axes(tensor: Any, shape: Sequence[int | str]) -> None:
+        """Tell TensorRT which axes of network inputs have one length: those of one name. It need not know names."""
+        for i, axis in enumerate(shape):
+            if isinstance(axis, str) and hasattr(tensor, "set_dimension_name"):
+                tensor.set_dimension_name(i, axis)
 
     def add_plugin(
         self, network: Any, plugin: str, name: str, tensors: Mapping[str, Any], fields: Mapping[str, Any]

@@ -8,6 +8,9 @@ and the query of token s sees the keys whose place is <= s. Scores, softmax and 
 Queries that share a key head are rows of one matrix product, so keys are not repeated: [B, kv_heads, S*R, N] with
 R = heads / kv_heads. The cache is read by one gather of whole head rows; hidden positions are read at the last seen
 one, so that memory beyond a row's length is not touched, and their values are replaced by 0, whatever they hold.
+
+Masks and addresses are made of network inputs and constants alone: TensorRT computes with shapes on the host, and what
+layers read of that would be copied to the device in the middle of a step.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ class Attention:
     """What the attention layers of one network share: masks and cache addresses, made once.
 
     Args:
-        layers: the network. max_positions: length of the caches. tokens: shape tensor [1] that holds S.
+        layers: the network. max_positions: length of the caches.
     """
 
-    def __init__(self, layers: Layers, max_positions: int, tokens: Node) -> None:
+    def __init__(self, layers: Layers, max_positions: int) -> None:
         self._layers = layers
         self._max_positions = max_positions
         scope, layers.scope = layers.scope, "attention/"
@@ -50,7 +53,7 @@ class Attention:
         index = layers.reshape(layers.input("kv_index", (BOUND,)), (1, -1))  # [1, bound]
         seen = layers.binary("GREATER", past, index)  # [B, bound]
         hidden, before = layers.integers([[_HIDDEN]]), layers.integers([[-1]])
-        token = layers.count(tokens)  # [S]
+        token = layers.input("token_index", (TOKENS,))  # [S]
         lengths = layers.reshape(layers.input("last_token_ids", (ROWS,)), (-1, 1))  # [B, 1]
         row = layers.reshape(token, (1, -1))  # [1, S]
         own = layers.select(layers.binary("GREATER", lengths, row), row, hidden)  # [B, S]

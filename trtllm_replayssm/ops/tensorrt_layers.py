@@ -69,6 +69,7 @@ class Layers:
             if tensor is None:
                 raise ReplayError(f"{self.api.label} refuses network input {name} {dtype}{list(entry.dims)}")
             tensor.allowed_formats = 1 << int(self.api.trt.TensorFormat.LINEAR)
+            self.api.name_axes(tensor, entry.shape)
             self.io.append(entry)
             self._inputs[name] = Node(tensor, dtype)
         return self._inputs[name]
@@ -195,18 +196,13 @@ class Layers:
         return self._done(layer, x.dtype, "slice")
 
     def shape_of(self, x: Node) -> Node:
-        """The shape tensor of ``x``: int64, int32 before TensorRT 10."""
+        """The shape tensor of ``x``: int64, int32 before TensorRT 10.
+
+        For sizes alone: TensorRT computes it on the host, and would have to copy it where it is used as data.
+        """
         layer = self.network.add_shape(x.tensor)
         dtype = "int32" if layer.get_output(0).dtype == self.api.dtype("int32") else "int64"
         return self._done(layer, dtype, "shape")
-
-    def count(self, length: Node) -> Node:
-        """int32 0, 1, ... ``length`` - 1; ``length`` is a shape tensor [1]."""
-        start, step = self.integers(np.zeros((), np.int32)), self.integers([1])
-        layer = self.api.add_fill(self.network, "int32")
-        for i, operand in enumerate((length, start, step)):
-            layer.set_input(i, operand.tensor)
-        return self._done(layer, "int32", "count")
 
     def plugin(self, plugin: str, tensors: dict[str, Node], fields: dict[str, Any], dtype: str) -> Node:
         """Output 0 of one of this package's plugins (TensorRTApi.add_plugin)."""

@@ -15,6 +15,7 @@ Roles of the tensors (B rows, S tokens; {layer} counts stateful layers; names ar
     accepted       int32 [B], with spec_len > 1: tokens of the row's previous step that stay; -1: all.
     has_initial    int32 [B]: 1 where a context row continues what its slot holds.
     kv_index       int32 [bound] = 0, 1, ... bound - 1; bound >= 1 and no less than the longest past of the rows.
+    token_index    int32 [S] = 0, 1, ... S - 1; with kv_index in networks that have attention.
     logit_index    int32 [B, S_out]: tokens of each row whose logits are wanted (context: the last, generation: all).
     replay_state, conv_state  int32 [slots, words]: a pool of slots (layout.py), changed in place by the plugins.
     kv_cache       act dtype [slots, parts, kv_heads, max_positions, head_dim], read only. Parts are keys and values, or

@@ -284,7 +284,7 @@ class TensorRTOps(Ops[View]):
         self, layer: int, q: View, kept: Sequence[View], shape: KVShape, queries_per_key: int, scale: float
     ) -> View:
         if self._attention is None:
-            self._attention = Attention(self.layers, self.options.max_positions, self._slicer.tokens())
+            self._attention = Attention(self.layers, self.options.max_positions)
         tokens = [self._slicer.node(part) for part in kept]
         out = self._attention.attend(
             layer, self._slicer.node(q), tokens, shape, queries_per_key=queries_per_key, scale=scale

@@ -65,19 +65,11 @@ class Slicer:
             self._made[key] = (made, view.node)
         return self._made[key][0]
 
-    def leading(self) -> Node:
-        """Shape tensor [2]: B and S."""
-        if self._leading is None:
-            self._leading = self._layers.shape_of(self._layers.input("input_ids", (ROWS, TOKENS)))
-        return self._leading
-
-    def tokens(self) -> Node:
-        """Shape tensor [1]: S."""
-        return self._layers.gather(self.leading(), self._layers.integers([1]), 0)
-
     def _shape(self, width: int) -> Node:
         """Shape tensor [3]: B, S, width."""
         if width not in self._sizes:
-            leading = self.leading()
-            self._sizes[width] = self._layers.concat([leading, self._layers.integers([width], leading.dtype)], 0)
+            if self._leading is None:
+                self._leading = self._layers.shape_of(self._layers.input("input_ids", (ROWS, TOKENS)))
+            last = self._layers.integers([width], self._leading.dtype)
+            self._sizes[width] = self._layers.concat([self._leading, last], 0)
         return self._sizes[width]

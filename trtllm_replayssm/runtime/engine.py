@@ -204,6 +204,7 @@ class Engine:
         stage("accepted", np.full(rows, ALL))
         stage("has_initial", np.full(rows, int(start > 0)))
         stage("kv_index", np.arange(bound))
+        stage("token_index", np.arange(longest))
         stage("logit_index", lengths - 1)
         context = self._eager[CONTEXT]
         self._set_shapes(context, rows, longest, bound, 1)
@@ -237,6 +238,7 @@ class Engine:
         stage("accepted", padded(accepted, ALL))
         stage("has_initial", np.zeros(rows))
         stage("kv_index", np.arange(bound))
+        stage("token_index", np.arange(steps))
         stage("logit_index", np.tile(np.arange(steps), (rows, 1)))
 
     def _execute(self, context: Any, key: Key) -> None:
