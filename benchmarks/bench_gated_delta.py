@@ -242,7 +242,7 @@ def measure_scans(args: argparse.Namespace, name: str, state: str, mode: str) ->
     """All prompts of one way to scan, and peers'."""
     exact = mode == "scan-exact"
     errors = ScanBench(SHAPES[name], state, 3, 200).check(exact)
-    others = {n: p for n, p in args.made.items() if not exact and runs(args, n, p, SHAPES[name], state, mode, 1)}
+    others = {n: p for n, p in args.made.items() if not exact and runs(n, p, SHAPES[name], state, mode, 1)}
     for prompts in args.prompts:
         rows, length = (int(n) for n in prompts.split("x"))
         first = ScanBench(SHAPES[name], state, rows, length)
@@ -264,9 +264,7 @@ def measure_scans(args: argparse.Namespace, name: str, state: str, mode: str) ->
         torch.cuda.empty_cache()
 
 
-def runs(
-    args: argparse.Namespace, name: str, made: DeltaPeer, shape: Shape, state: str, mode: str, tokens: int
-) -> bool:
+def runs(name: str, made: DeltaPeer, shape: Shape, state: str, mode: str, tokens: int) -> bool:
     """Whether a peer can run this and gets it right; prints why not."""
     spec = shape.spec(state_dtype=state)
     layer = DeltaLayer(spec, *parameters(spec))
@@ -291,7 +289,7 @@ def measure_peers(args: argparse.Namespace, name: str, state: str, mode: str) ->
     if mode != "conventional" and mode not in ("verify4", "verify8"):
         return
     for other, made in args.made.items():
-        if not runs(args, other, made, shape, state, mode, tokens):
+        if not runs(other, made, shape, state, mode, tokens):
             continue
         spec = shape.spec(state_dtype=state)
         layer = DeltaLayer(spec, *parameters(spec))

@@ -40,7 +40,7 @@ def replace_once(text: str, old: str, new: str) -> str:
 
 
 def without_ptx(source: str, host: str) -> str:
-    """scan_mma_ptx.cuh less the functions that are PTX, which `host` defines; all others stay the kernel's own."""
+    """tensor_core.cuh less the functions that are PTX, which `host` defines; all others stay the kernel's own."""
     kept, dropped = [], set()
     for part in source.split("\n\n"):
         if "asm" in part:
@@ -55,7 +55,7 @@ def without_ptx(source: str, host: str) -> str:
     text = "\n\n".join(kept)
     for name in ("split(", "pack_bf16(", "silu_fast(", "low_bf16(", "struct SharedMatrix", "REPLAYSSM_WGMMA 1"):
         assert name in text, f"{name} is no longer the kernel's own"
-    return replace_once(text, '#include "../common/async_copy.cuh"', '#include "scan_mma_ptx_host.cuh"')
+    return replace_once(text, '#include "async_copy.cuh"', '#include "tensor_core_host.cuh"')
 
 
 def build(
@@ -67,26 +67,26 @@ def build(
 ) -> Path:
     """The program tests/emulator/``name``.cpp, compiled, for the kernels of the folder plugins/``kernels``.
 
-    corruption: (header of ``kernels``, text, other text) to change in the kernel first. copies: what stands in for
-    common/async_copy.cuh.
+    corruption: (header of ``kernels`` or of common, text, other text) to change in the kernel first. copies: what
+    stands in for common/async_copy.cuh.
     """
     for part in sorted({"common", "mamba2_replay", "c_api", kernels}):
         (folder / part).mkdir(parents=True)
         for header in (*(PLUGINS / part).glob("*.h"), *(PLUGINS / part).glob("*.cuh")):
             shutil.copy(header, folder / part)
-    ptx = folder / "mamba2_replay" / "scan_mma_ptx.cuh"
-    ptx.write_text(without_ptx(ptx.read_text(), (EMULATOR / "scan_mma_ptx_host.cuh").read_text()))
-    shutil.copy(EMULATOR / "scan_mma_ptx_host.cuh", folder / "mamba2_replay")
+    ptx = folder / "common" / "tensor_core.cuh"
+    ptx.write_text(without_ptx(ptx.read_text(), (EMULATOR / "tensor_core_host.cuh").read_text()))
+    shutil.copy(EMULATOR / "tensor_core_host.cuh", folder / "common")
     place = folder / "common" / "async_copy.cuh"
     assert "shared_address(" in place.read_text()
     shutil.copy(EMULATOR / copies, place)
     if copies != "async_copy_host.cuh":
         shutil.copy(EMULATOR / "async_copy_host.cuh", place.parent)
-    for source in (*(folder / "mamba2_replay").glob("scan_mma*.cuh"), *(folder / kernels).glob("scan*.cuh")):
+    for source in (folder / "common" / "chunk_tile.cuh", *(folder / kernels).glob("scan*.cuh")):
         assert "asm" not in re.findall(r"\w+", source.read_text()), f"{source.name} has PTX"
     if corruption:
         name_of_header, old, new = corruption
-        changed = folder / kernels / name_of_header
+        changed = folder / (kernels if (folder / kernels / name_of_header).is_file() else "common") / name_of_header
         changed.write_text(replace_once(changed.read_text(), old, new))
     program = folder / name
     include = cuda_include()

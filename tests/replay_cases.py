@@ -5,12 +5,13 @@ One code serves Mamba-2, GDN and KDA: token tensors and parameters are dicts key
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trtllm_replayssm import RecurrenceSpec, SlotLayout, reference
+from trtllm_replayssm import ConvLayout, RecurrenceSpec, SlotLayout, reference
 from trtllm_replayssm.pool import StatePool, torch_dtype
 
 KINDS = ("mamba2", "gated_delta", "kimi_delta")
@@ -199,6 +200,34 @@ class Decoder:
     def count(self, row: int) -> int:
         """Tokens behind state()."""
         return int(self.done[row] + self.kept[row])
+
+
+def far_pool(layout: SlotLayout | ConvLayout, slots: int = 3, device: torch.device | str = "cpu") -> StatePool:
+    """A pool whose slots are more than 2^31 bytes apart, so that slot 2 begins past 2^32. Nothing is reset.
+
+    On the CPU only the pages that are used exist.
+    """
+    stride = 2**31 + 4096
+    if torch.device(device).type == "cpu":
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+        memory = torch.frombuffer(mmap.mmap(-1, slots * stride, flags=flags), dtype=torch.uint8)
+        return StatePool(layout, memory.view(slots, stride))
+    return StatePool(layout, torch.empty(slots, stride, dtype=torch.uint8, device=device))
+
+
+def strided_views(tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same values as a model passes them: activations as slices of one wider row, 16-byte aligned, gates and other
+    scalars as every third element; NaN between them."""
+    wide = [name for name in ("x", "B", "C", "z", "q", "k", "v") if name in tokens]
+    parts = [tokens[name].flatten(2) for name in wide]
+    packed = torch.cat([*parts, torch.full_like(parts[0], float("nan"))], dim=2)
+    out = {}
+    for name, piece in zip(wide, packed.split([p.shape[2] for p in (*parts, parts[0])], dim=2), strict=False):
+        out[name] = piece.unflatten(2, tokens[name].shape[2:])
+    for name in tokens.keys() - out.keys():
+        nan = torch.full_like(tokens[name], float("nan"))
+        out[name] = torch.stack([nan, tokens[name], nan], dim=-1)[..., 1]
+    return {name: out[name] for name in tokens}
 
 
 def ring_regions(pool: StatePool) -> list[str]:

@@ -21,12 +21,12 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .errors import ReplayError, require
+from .kernels.library import library_path
 
 PLUGIN_NAMESPACE = "replayssm"
 PLUGIN_VERSION = "1"
@@ -152,12 +152,6 @@ def plugin_fields(trt: Any, name: str, values: Mapping[str, Any]) -> list[Any]:
 def _held(type_: str, value: float) -> np.ndarray:
     """The array [1] of a value, the same one each time and never freed: a PluginField holds its address alone."""
     return np.array([value], dtype=np.float32 if type_ == FLOAT32 else np.int32)
-
-
-def library_path() -> Path:
-    """Where the library is expected: TRTLLM_REPLAYSSM_LIBRARY, or lib/ of this package."""
-    chosen = os.environ.get("TRTLLM_REPLAYSSM_LIBRARY")
-    return Path(chosen) if chosen else Path(__file__).resolve().parent / "lib" / "libtrtllm_replayssm.so"
 
 
 def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:

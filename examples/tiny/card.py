@@ -79,17 +79,10 @@ def samples_text(samples: tuple[Sample, ...]) -> str:
     return "## Samples\n\n" + "\n".join(blocks) + "\n" if blocks else ""
 
 
-def render(
-    arch: str,
-    parameters: int,
-    data: DataFacts,
-    options: TrainOptions,
-    result: TrainResult,
-    hardware: str,
-    measured: Measured,
+def _figures(
+    data: DataFacts, options: TrainOptions, result: TrainResult, parameters: int, hardware: str, measured: Measured
 ) -> str:
-    """The card as Markdown."""
-    shape = textwrap.fill(SHAPES[arch], 118, break_on_hyphens=False)
+    """Rows of the table of figures, in Markdown."""
     ended = f"; ended by the clock (--minutes {options.minutes:g})" if options.minutes is not None else ""
     stages = ", then ".join(f"{options.context // divisor} from {start:.0%}" for start, divisor in CONTEXT_STAGES)
     rows = [
@@ -107,7 +100,20 @@ def render(
         ("held-out bits per byte, all of it", f"{measured.held_out_bits:.4f}"),
         (EXCERPT_ROW, f"{measured.excerpt_bits:.4f}"),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def render(
+    arch: str,
+    parameters: int,
+    data: DataFacts,
+    options: TrainOptions,
+    result: TrainResult,
+    hardware: str,
+    measured: Measured,
+) -> str:
+    """The card as Markdown."""
+    shape = textwrap.fill(SHAPES[arch], 118, break_on_hyphens=False)
     repeated = f"--arch {arch} --steps {result.steps} --seed {options.seed}"
     default = TrainOptions()
     for name in ("batch_tokens", "context", "lr"):
@@ -143,7 +149,7 @@ shipped with the weights. The weights are under this project's licence, Apache-2
 
 | | |
 | --- | --- |
-{table}
+{_figures(data, options, result, parameters, hardware, measured)}
 
 Bits per byte: mean over every predicted byte, fp32 arithmetic with the bf16 weights that are shipped; the context
 starts anew in each window ({options.context} bytes for the whole text, {EXCERPT_LENGTH} for the excerpt).

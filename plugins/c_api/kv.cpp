@@ -6,7 +6,8 @@ using namespace replayssm;
 
 namespace {
 
-constexpr int64_t kMaxHeads = 4096;
+constexpr int64_t kMaxKvHeads = 4096;
+constexpr int64_t kMaxKvHeadDim = 4096;
 
 void require_elements(const char* name, const void* data, int64_t size) {
     require(data != nullptr, name, " is NULL; it must be a device pointer");
@@ -29,8 +30,8 @@ extern "C" int32_t replayssm_kv_append(const replayssm_kv_append_params* params,
         require(tokens <= INT32_MAX, "rows is ", p.rows, " with tokens ", p.tokens, "; their product must be at most ",
             INT32_MAX);
         require_range("parts", p.parts, 1, 2);
-        require_range("kv_heads", p.kv_heads, 1, kMaxHeads);
-        require_range("head_dim", p.head_dim, 1, kMaxHeads);
+        require_range("kv_heads", p.kv_heads, 1, kMaxKvHeads);
+        require_range("head_dim", p.head_dim, 1, kMaxKvHeadDim);
         require_range("slots", p.slots, 1, INT32_MAX);
         require_range("max_positions", p.max_positions, 1, INT32_MAX);
         if (tokens == 0) return;

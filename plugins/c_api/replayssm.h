@@ -314,9 +314,9 @@ typedef struct replayssm_conv_reset_params {
     replayssm_index slots;
 } replayssm_conv_reset_params;
 
-/* cache[slot_mapping[i], c, h, positions[i, t], :] = new_kv[i, t, c, h, :] for the first counts[i] tokens t of every row i;
- * c is 0 for keys, 1 for values (parts 2), or 0 alone where one vector is both (parts 1). All arrays are dense and of one
- * dtype. Slots and positions outside the cache are passed over. */
+/* cache[slot_mapping[i], c, h, positions[i, t], :] = new_kv[i, t, c, h, :] for the first counts[i] tokens t of every
+ * row i; c is 0 for keys, 1 for values (parts 2), or 0 alone where one vector is both (parts 1). All arrays are dense
+ * and of one dtype. Slots and positions outside the cache are passed over. */
 typedef struct replayssm_kv_append_params {
     uint32_t struct_size;
     int32_t rows;

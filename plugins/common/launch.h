@@ -21,6 +21,7 @@ struct DeviceLimits {
     int multiprocessors = 0;
     int block_shared_bytes = 0; // most shared memory that one block may ask for
     bool early_launch = false;  // programmatic dependent launch
+    bool warpgroups = false;    // products of warpgroups (wgmma), which only capability 9 has
 };
 
 //! Of the current device; asked for once per device.
@@ -45,6 +46,7 @@ inline DeviceLimits device_limits() {
     limits.multiprocessors = count;
     limits.block_shared_bytes = bytes;
     limits.early_launch = major[limits.device] >= 9;
+    limits.warpgroups = major[limits.device] == 9;
     return limits;
 }
 

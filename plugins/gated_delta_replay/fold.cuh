@@ -157,8 +157,8 @@ struct DeltaRow {
 };
 
 //! Sums over eight neighbouring lanes of kCount values (a power of two). A lane ends with max(1, kCount / 8)
-//! neighbouring totals, in part[0].., from value lane * kCount / 8 on. The tree of every sum is the same for all kCount:
-//! lanes 4 apart, then 2, then 1.
+//! neighbouring totals, in part[0].., from value lane * kCount / 8 on. The tree of every sum is the same for all
+//! kCount: lanes 4 apart, then 2, then 1.
 template <int kCount>
 __device__ __forceinline__ void sum_lanes(float (&part)[kCount], int lane) {
     int count = kCount;
@@ -180,7 +180,8 @@ __device__ __forceinline__ void sum_lanes(float (&part)[kCount], int lane) {
 }
 
 //! How a block's part of one head's state lies over its threads: kRows rows per thread, K spread over eight
-//! neighbouring lanes. Lane l of the eight holds, of every chunk of 32 elements, the four that begin at 4 l. Registers are fp32.
+//! neighbouring lanes. Lane l of the eight holds, of every chunk of 32 elements, the four that begin at 4 l. Registers
+//! are fp32.
 template <class state_t_, int kDstate_, int kRows_>
 struct DeltaTile {
     using state_t = state_t_;

@@ -20,12 +20,6 @@ constexpr int kTunedParts = 2;
 //! From so many items per multiprocessor on, GDN's steps of one token have a tail twice as long.
 constexpr int kLongTailItems = 60;
 
-int largest_divisor(int value, int limit) {
-    for (int d = limit; d > 1; --d)
-        if (value % d == 0) return d;
-    return 1;
-}
-
 bool is_tuned(const GatedDeltaStepParams& p, int state_dtype, int act_dtype) {
     if (act_dtype != REPLAYSSM_BFLOAT16 || p.shape.headdim != 128 || p.shape.dstate != 128) return false;
     if (state_dtype != REPLAYSSM_FLOAT32 && state_dtype != REPLAYSSM_BFLOAT16) return false;

@@ -1,6 +1,6 @@
 //! What the kernels of Gated DeltaNet (GDN) and Kimi Delta Attention (KDA) are launched with. Knows neither TensorRT
-//! nor torch; pointers are device memory, strides are in elements, offsets in bytes. Filled by c_api/gated_delta.cpp after
-//! every check has passed.
+//! nor torch; pointers are device memory, strides are in elements, offsets in bytes. Filled by c_api/gated_delta.cpp
+//! after every check has passed.
 #pragma once
 
 #include "../c_api/replayssm.h"

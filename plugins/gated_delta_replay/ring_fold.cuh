@@ -23,10 +23,10 @@ struct DeltaBatchShared {
         block_rows = shape.headdim / kDeltaQuarter;
         uint32_t end = 0;
         const uint32_t row = shape.dstate * 4;
-        keys = GatedDeltaStepShared::take(end, kDeltaBatch * row);
-        decays = GatedDeltaStepShared::take(end, shape.channel_gates ? kDeltaBatch * row : 0);
-        v = GatedDeltaStepShared::take(end, kDeltaBatch * block_rows * 4);
-        fold = GatedDeltaStepShared::take(end, kDeltaBatch * 8);
+        keys = take_shared(end, kDeltaBatch * row);
+        decays = take_shared(end, shape.channel_gates ? kDeltaBatch * row : 0);
+        v = take_shared(end, kDeltaBatch * block_rows * 4);
+        fold = take_shared(end, kDeltaBatch * 8);
         bytes = end;
     }
 };

@@ -13,13 +13,6 @@ using namespace delta_scan;
 //! dstate rounded up to what there is a kernel for.
 int padded_dstate(int dstate) { return dstate <= 64 ? 64 : 128; }
 
-bool has_warpgroup_products() {
-    int device = 0, major = 0;
-    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-    return major == 9;
-}
-
 //! How a head's rows are cut into blocks of equal size. Two warps are the least, which compute the gates of 64 tokens.
 struct Cut {
     int blocks = 1;
@@ -42,11 +35,6 @@ Cut choose_cut(const GatedDeltaScanParams& p, bool warpgroups) {
     return blocks * 2 > device_limits().multiprocessors ? wide : cut_head(p, kMaxChunkWarps / 2, warpgroups);
 }
 
-bool fits_31_bits(const replayssm_tensor& tensor) {
-    const auto fits = [](int64_t stride) { return stride >= 0 && stride <= INT32_MAX / 2; };
-    return fits(tensor.strides[1]) && fits(tensor.strides[2]);
-}
-
 template <int kN, bool kWarpgroup>
 void launch_variant(const ChunkParams& params, int warps, cudaStream_t stream) {
     const dim3 grid(params.scan.shape.nheads * params.blocks_per_head, params.scan.sequences);
@@ -67,7 +55,7 @@ bool has_scan_chunk(const GatedDeltaScanParams& p, int act_dtype) {
 }
 
 void launch_scan_chunk(const GatedDeltaScanParams& p, int state_dtype, cudaStream_t stream) {
-    const bool warpgroups = has_warpgroup_products();
+    const bool warpgroups = device_limits().warpgroups;
     const Cut cut = choose_cut(p, warpgroups);
     const int padded = padded_dstate(p.shape.dstate);
     const ChunkParams params{p, ChunkShared(padded, cut.warps), state_dtype, cut.blocks};

@@ -1,19 +1,14 @@
 //! Shared memory of the chunked scan: who is where, how tokens are loaded and stored, decays of a chunk.
 #pragma once
 
-#include "../mamba2_replay/scan_mma_ptx.cuh"
+#include "../common/chunk_tile.cuh"
 #include "fold.cuh"
 
 namespace replayssm::delta_scan {
 
-constexpr int kChunk = 64; // tokens that are turned into matrix products at a time
-constexpr int kSpan = 16;  // tokens whose decays are summed one by one; between spans they are multiplied
-constexpr int kSpans = kChunk / kSpan;
 constexpr int kBlocks = kSpans * (kSpans + 1) / 2; // 16 x 16 blocks on and below the diagonal
 constexpr int kTerms = 3;                          // bf16 terms of what enters the state: a float's 24 bits
 constexpr int kReadTerms = 2;                      // of what enters an output alone
-constexpr uint32_t kPanelBytes = kChunk * 128;     // a chunk of 64 columns, bf16
-constexpr uint32_t kStripBytes = kChunk * 32;      // of 16 columns
 constexpr uint32_t kBlockBytes = kSpan * 32;       // a 16 x 16 block, bf16
 constexpr int kDiagonalPitch = 20;                 // floats; rows begin on 16 bytes
 
@@ -22,7 +17,6 @@ struct ChunkTraits {
     static constexpr int kN = kN_;                                     // dstate rounded up
     static constexpr bool kWarpgroup = kWarpgroup_ && REPLAYSSM_WGMMA; // code for plain sm_90 goes warp by warp
     static constexpr int kTiles = kN / 8;
-    static constexpr int kPanels = kN / 64;
     static_assert(kN == 64 || kN == 128, "a thread holds kN / 2 state elements and the sums of two products");
 };
 
@@ -93,14 +87,6 @@ struct ChunkParams {
 __device__ __forceinline__ constexpr int below_index(int row, int column) { return row * (row - 1) / 2 + column; }
 __device__ __forceinline__ constexpr int block_index(int row, int column) { return row * (row + 1) / 2 + column; }
 
-//! Offset of 16-byte piece `piece` of row `row` in a tile; of half `half` in a strip or block.
-__device__ __forceinline__ uint32_t tile_offset(int row, int piece) {
-    return (piece >> 3) * kPanelBytes + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
-}
-__device__ __forceinline__ uint32_t strip_offset(int row, int half) {
-    return row * 32 + ((half ^ (row >> 2 & 1)) << 4);
-}
-
 //! A thread in its warp, a warp in its block.
 template <class Traits>
 struct ChunkWarp {
@@ -132,13 +118,6 @@ struct ChunkWarp {
     __device__ __forceinline__ uint32_t strip() const { return params.shared.v + warp() * kStripBytes + in_strip(); }
 };
 
-//! Where a head or group of a token begins. The launcher has looked that strides fit in 31 bits.
-__device__ __forceinline__ const __nv_bfloat16* element(const replayssm_tensor& tensor, int token, int head) {
-    const auto* start = static_cast<const __nv_bfloat16*>(tensor.data);
-    return advance(
-        advance(start, token, static_cast<int>(tensor.strides[1]) * 2), head, static_cast<int>(tensor.strides[2]) * 2);
-}
-
 //! By the block: k and q of `count` tokens from `first` on; rows behind them and columns behind dstate become zero.
 template <class Traits>
 __device__ __forceinline__ void load_tiles(const ChunkWarp<Traits>& w, int stage, int first, int count) {
@@ -155,7 +134,7 @@ __device__ __forceinline__ void load_tiles(const ChunkWarp<Traits>& w, int stage
 #pragma unroll 4
         for (int row = start; row < kChunk; row += step) { // where nothing exists nothing is read
             copy16(to + tile_offset(row, piece), from, row < count && column_exists);
-            from = advance(from, step, static_cast<int>(source.strides[1]) * 2);
+            from = advance(from, step, token_bytes(source));
         }
     }
 }
@@ -168,7 +147,7 @@ __device__ __forceinline__ void load_channels(const ChunkWarp<Traits>& w, int fi
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
         copy16(w.base + w.strip() + span * kSpan * 32, from, w.works() && w.token() + span * kSpan < count);
-        from = advance(from, kSpan, static_cast<int>(v.strides[1]) * 2);
+        from = advance(from, kSpan, token_bytes(v));
     }
 }
 
@@ -181,7 +160,7 @@ __device__ __forceinline__ void store_channels(const ChunkWarp<Traits>& w, int f
     for (int span = 0; span < kSpans; ++span) {
         const uint4 bits = *reinterpret_cast<const uint4*>(w.smem + w.strip() + span * kSpan * 32);
         if (w.token() + span * kSpan < count) __stcs(reinterpret_cast<uint4*>(const_cast<__nv_bfloat16*>(to)), bits);
-        to = advance(to, kSpan, static_cast<int>(o.strides[1]) * 2);
+        to = advance(to, kSpan, token_bytes(o));
     }
 }
 

@@ -1,7 +1,7 @@
 //! Scan of packed prompts, token by token: o for every token, the final state in the slot, an empty ring, a reset
 //! cursor. GDN and KDA.
 //!
-//!   S <- exp(g_t) S;  d = beta_t (v_t - S kn_t);  S <- S + d kn_t^T;  o_t = S qn_t                docs/math.md 2.2, 2.3
+//!   S <- exp(g_t) S;  d = beta_t (v_t - S kn_t);  S <- S + d kn_t^T;  o_t = S qn_t               docs/math.md 2.2, 2.3
 //!
 //! The fold is the step's own (DeltaTile::fold), so prefill(n) and one step leaves the bits that prefill(n + 1) leaves.
 //! q, k [tokens, HK, K]; v, o [tokens, HV, V] act_t; a [tokens, HV] or [tokens, HV, K]; b [tokens, HV]; sequence i =

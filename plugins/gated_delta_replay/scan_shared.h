@@ -27,16 +27,16 @@ struct DeltaScanShared {
     DeltaScanShared(int dstate, int block_rows, int act_bytes, bool channel_gates, int gate_row_bytes) {
         const uint32_t fp32_rows = kScanBatch * dstate * 4;
         uint32_t end = 0;
-        raw_k = GatedDeltaStepShared::take(end, kScanBatch * dstate * act_bytes);
-        raw_q = GatedDeltaStepShared::take(end, kScanBatch * dstate * act_bytes);
+        raw_k = take_shared(end, kScanBatch * dstate * act_bytes);
+        raw_q = take_shared(end, kScanBatch * dstate * act_bytes);
         v_stage = kScanBatch * block_rows * act_bytes;
-        raw_v = GatedDeltaStepShared::take(end, 2 * v_stage);
+        raw_v = take_shared(end, 2 * v_stage);
         gate_pieces = gate_row_bytes / 16;
-        raw_a = GatedDeltaStepShared::take(end, kScanBatch * gate_row_bytes);
-        kn = GatedDeltaStepShared::take(end, fp32_rows);
-        qn = GatedDeltaStepShared::take(end, fp32_rows);
-        decays = GatedDeltaStepShared::take(end, channel_gates ? fp32_rows : 0);
-        scalar = GatedDeltaStepShared::take(end, kScanBatch * 8);
+        raw_a = take_shared(end, kScanBatch * gate_row_bytes);
+        kn = take_shared(end, fp32_rows);
+        qn = take_shared(end, fp32_rows);
+        decays = take_shared(end, channel_gates ? fp32_rows : 0);
+        scalar = take_shared(end, kScanBatch * 8);
         bytes = end;
     }
 };

@@ -159,8 +159,9 @@ struct HeadGates {
 };
 
 //! By one warp, for one head: beta of the tokens; what folds the committed rows; GDN: the decays from every row to
-//! every token (times the dot products where there are several tokens). Appends beta and GDN's g where the block has the
-//! head's first part. Exponents are plain sums of g <= 0; the decay up to the step and the one within it are multiplied.
+//! every token (times the dot products where there are several tokens). Appends beta and GDN's g where the block has
+//! the head's first part. Exponents are plain sums of g <= 0; the decay up to the step and the one within it are
+//! multiplied.
 template <class Traits>
 __device__ __forceinline__ void weigh_rows(
     const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b, int item, int buffer, const HeadGates& gates) {

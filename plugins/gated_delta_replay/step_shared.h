@@ -2,9 +2,7 @@
 //! parameters.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "../common/step_work.h"
 
 namespace replayssm {
 
@@ -39,24 +37,18 @@ struct GatedDeltaStepShared {
         dot_stride = one_token ? 1 : (tokens + 1) / 2 * 2;
         row_bytes = ((part_rows * act_bytes + 15) / 16 + 1) * 16;
         uint32_t end = 0;
-        state = take(end, state_bytes);
-        rows = take(end, buffers * rows_cap * row_bytes);
-        keys = take(end, committed_cap * dstate * 4);
-        vectors = take(end, tokens * 2 * dstate * 4);
-        gates = take(end, channel_gates ? rows_cap * dstate * 4 : 0);
-        dots = take(end, rows_cap * dot_stride * 8);
-        weights = take(end, channel_gates ? 0 : buffers * rows_cap * (one_token ? 4 : dot_stride * 8));
-        fold = take(end, buffers * committed_cap * 8);
-        token = take(end, buffers * tokens * 8);
-        totals = take(end, one_token ? 0 : 2 * tokens * part_rows * 4);
-        barrier = take(end, 8);
+        state = take_shared(end, state_bytes);
+        rows = take_shared(end, buffers * rows_cap * row_bytes);
+        keys = take_shared(end, committed_cap * dstate * 4);
+        vectors = take_shared(end, tokens * 2 * dstate * 4);
+        gates = take_shared(end, channel_gates ? rows_cap * dstate * 4 : 0);
+        dots = take_shared(end, rows_cap * dot_stride * 8);
+        weights = take_shared(end, channel_gates ? 0 : buffers * rows_cap * (one_token ? 4 : dot_stride * 8));
+        fold = take_shared(end, buffers * committed_cap * 8);
+        token = take_shared(end, buffers * tokens * 8);
+        totals = take_shared(end, one_token ? 0 : 2 * tokens * part_rows * 4);
+        barrier = take_shared(end, 8);
         bytes = end;
-    }
-
-    static __host__ __device__ uint32_t take(uint32_t& end, uint32_t size) {
-        const uint32_t offset = end;
-        end = (end + size + 15) / 16 * 16;
-        return offset;
     }
 };
 

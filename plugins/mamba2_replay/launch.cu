@@ -21,12 +21,6 @@ constexpr int kFewHeads = 2;
 //! Blocks of a multiprocessor at a time, for the length of the grid's tail.
 constexpr int kResidentBlocks = 4;
 
-int largest_divisor(int value, int limit) {
-    for (int d = limit; d > 1; --d)
-        if (value % d == 0) return d;
-    return 1;
-}
-
 bool fits(const Mamba2StepParams& p, int state_dtype, int act_dtype, int heads, bool tuned) {
     const StepShared shared = step_shared(p, dtype_bytes(state_dtype), dtype_bytes(act_dtype), heads, tuned);
     return shared.bytes <= static_cast<uint32_t>(device_limits().block_shared_bytes);

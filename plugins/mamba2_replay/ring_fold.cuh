@@ -25,10 +25,10 @@ struct BatchShared {
         n_pad = padded_n;
         block_rows = rows;
         uint32_t end = 0;
-        B = StepShared::take(end, kBatch * n_pad * 4);
-        C = StepShared::take(end, with_c ? kBatch * n_pad * 4 : 0);
-        x = StepShared::take(end, kBatch * block_rows * 4);
-        step = StepShared::take(end, kBatch * 8);
+        B = take_shared(end, kBatch * n_pad * 4);
+        C = take_shared(end, with_c ? kBatch * n_pad * 4 : 0);
+        x = take_shared(end, kBatch * block_rows * 4);
+        step = take_shared(end, kBatch * 8);
         bytes = end;
     }
 };

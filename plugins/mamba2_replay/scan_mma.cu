@@ -40,18 +40,6 @@ int choose_heads(const Mamba2ScanParams& p) {
     return heads;
 }
 
-bool has_warpgroup_products() {
-    int device = 0, major = 0;
-    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-    return major == 9;
-}
-
-bool fits_31_bits(const replayssm_tensor& tensor) {
-    const auto fits = [](int64_t stride) { return stride >= 0 && stride <= INT32_MAX / 2; };
-    return tensor.data == nullptr || (fits(tensor.strides[1]) && fits(tensor.strides[2]));
-}
-
 template <int kN, bool kWarpgroup, int kWarpsPerHead = 0>
 void launch_variant(const ScanMmaParams& params, cudaStream_t stream) {
     const Mamba2Shape& shape = params.scan.shape;
@@ -78,8 +66,8 @@ void launch_scan_mma(const Mamba2ScanParams& p, int state_dtype, cudaStream_t st
     switch (padded_dstate(shape.dstate)) {
         case 64: return launch_variant<64, false>(params, stream);
         case 128:
-            if (warps_per_head == 4 && has_warpgroup_products()) return launch_variant<128, true, 4>(params, stream);
-            if (warps_per_head == 8 && has_warpgroup_products()) return launch_variant<128, true, 8>(params, stream);
+            if (warps_per_head == 4 && device_limits().warpgroups) return launch_variant<128, true, 4>(params, stream);
+            if (warps_per_head == 8 && device_limits().warpgroups) return launch_variant<128, true, 8>(params, stream);
             return launch_variant<128, false>(params, stream);
         default: return launch_variant<256, false>(params, stream);
     }

@@ -5,24 +5,6 @@
 
 namespace replayssm {
 
-//! Two neighbouring state elements.
-__device__ __forceinline__ float2 load_state_pair(const char* state, int dtype, int64_t index) {
-    if (dtype == REPLAYSSM_FLOAT32) return *reinterpret_cast<const float2*>(state + index * 4);
-    const uint32_t bits = *reinterpret_cast<const uint32_t*>(state + index * 2);
-    if (dtype == REPLAYSSM_BFLOAT16) return make_float2(low_bf16(bits), high_bf16(bits));
-    return __half22float2(*reinterpret_cast<const __half2*>(&bits));
-}
-
-__device__ __forceinline__ void store_state_pair(char* state, int dtype, int64_t index, float a, float b) {
-    if (dtype == REPLAYSSM_FLOAT32) {
-        *reinterpret_cast<float2*>(state + index * 4) = make_float2(a, b);
-    } else if (dtype == REPLAYSSM_BFLOAT16) {
-        *reinterpret_cast<uint32_t*>(state + index * 2) = pack_bf16(a, b);
-    } else {
-        *reinterpret_cast<__half2*>(state + index * 2) = __floats2half2_rn(a, b);
-    }
-}
-
 //! Element of the head's state at the first of the thread's rows.
 template <class Traits>
 __device__ __forceinline__ int64_t first_element(const ScanWarp<Traits>& w) {

@@ -1,20 +1,15 @@
 //! Shared memory of the tensor-core scan: who is where, how tokens are loaded and stored, decays and scores of a chunk.
 #pragma once
 
+#include "../common/chunk_tile.cuh"
 #include "fold.cuh"
-#include "scan_mma_ptx.cuh"
 
 namespace replayssm {
 
-constexpr int kChunk = 64; // tokens that are turned into matrix products at a time
-constexpr int kSpan = 16;  // tokens of a span: exponents are sums over at most one span, or products
-constexpr int kSpans = kChunk / kSpan;
 constexpr int kHalfBlocks = kSpans * (kSpans + 1); // 16 x 8 halves of the score blocks on and below the diagonal
 constexpr int kStateTerms = 2;                     // bf16 terms of the state where it enters an output
 constexpr int kScoreTerms = 2;                     // of decayed scores
 constexpr int kFoldTerms = 3;                      // of dt decay x where it enters the state: a float's 24 bits
-constexpr uint32_t kPanelBytes = kChunk * 128;     // a chunk of 64 columns, bf16
-constexpr uint32_t kStripBytes = kChunk * 32;      // of 16 columns
 constexpr uint32_t kScoreBytes = kHalfBlocks * kWarp * 16;
 constexpr uint32_t kOperandBytes = kHalfBlocks * 256; // decayed scores of one head, one term
 
@@ -112,13 +107,6 @@ __device__ __forceinline__ ScanShared layout_of(const ScanMmaParams& params) {
     }
 }
 
-//! Offset of 16-byte piece `piece` of row `row` in a tile; of half `half` in a strip.
-__device__ __forceinline__ uint32_t tile_offset(int row, int piece) {
-    return (piece >> 3) * kPanelBytes + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
-}
-__device__ __forceinline__ uint32_t strip_offset(int row, int half) {
-    return row * 32 + ((half ^ (row >> 2 & 1)) << 4);
-}
 //! Where the strip of decayed scores of tokens 16 span .. begins: rows are the tokens from 16 span on.
 __device__ __forceinline__ uint32_t operand_offset(int span) { return span * kStripBytes - 256 * span * (span - 1); }
 
@@ -129,8 +117,8 @@ struct ScanWarp {
     const ScanMmaParams& params;
     char* smem;
     int thread;
-    uint32_t
-        place; // of the warp: head (16 bits), 16 channels of the head (8), head of the block (7), whether it writes (1)
+    //! Of the warp: head (16 bits), 16 channels of the head (8), head of the block (7), whether it writes (1).
+    uint32_t place;
 
     __device__ __forceinline__ int warp() const { return thread / kWarp; }
     __device__ __forceinline__ int lane() const { return thread % kWarp; }
@@ -180,16 +168,6 @@ struct ScanWarp {
     //! The lane's first channel in a load or store, of the head.
     __device__ __forceinline__ int channel() const { return sub() * 16 + half() * 8; }
 };
-
-//! Bytes from token to token, and where a head or group of a token begins. The launcher has looked that strides fit in
-//! 31 bits.
-__device__ __forceinline__ int token_bytes(const replayssm_tensor& tensor) {
-    return static_cast<int>(tensor.strides[1]) * 2;
-}
-__device__ __forceinline__ const __nv_bfloat16* element(const replayssm_tensor& tensor, int token, int head) {
-    const auto* start = static_cast<const __nv_bfloat16*>(tensor.data);
-    return advance(advance(start, token, token_bytes(tensor)), head, static_cast<int>(tensor.strides[2]) * 2);
-}
 
 //! By the block: B and C of `count` tokens from `first` on, into a stage; rows behind them and columns behind dstate
 //! become zero.

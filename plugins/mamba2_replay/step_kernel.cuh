@@ -61,6 +61,19 @@ struct FormRows<StepForm::kTensor, Tile, act_t> {
     using Type = TensorRows<Tile, act_t>;
 };
 
+//! What is the same for all threads waits in shared memory: beside the state it would not fit in the registers.
+template <int kSplit, int kDstate, bool kOneToken>
+__device__ __forceinline__ StepBlock recall_block(const Mamba2StepParams& p, const StepBlock& shared_block) {
+    StepBlock now = shared_block;
+    now.thread = threadIdx.x;
+    asm volatile("" : "+r"(now.thread)); // nothing that follows from it is kept
+    now.tokens = kOneToken ? 1 : p.tokens;
+    now.dstate = kDstate ? kDstate : p.shape.dstate;
+    now.block_rows = p.shape.headdim / kSplit;
+    if (kSplit == 1) now.split = 0;
+    return now;
+}
+
 template <class act_t, class state_t, int kDstate, bool kOneToken>
 __global__ void __maxnreg__((StepTraits<state_t, kDstate, kOneToken>::kRegisters))
     mamba2_step_kernel(const __grid_constant__ Mamba2StepParams p) {
@@ -156,17 +169,7 @@ __global__ void __maxnreg__((StepTraits<state_t, kDstate, kOneToken>::kRegisters
     appends.store(p, b);
     StepBlock* const shared_block = reinterpret_cast<StepBlock*>(smem + p.shared.block);
     if (b.thread == 0) *shared_block = b;
-    // What is the same for all threads waits in shared memory: beside the state it would not fit in the registers.
-    const auto recall = [&] {
-        StepBlock now = *shared_block;
-        now.thread = threadIdx.x;
-        asm volatile("" : "+r"(now.thread)); // nothing that follows from it is kept
-        now.tokens = kOneToken ? 1 : p.tokens;
-        now.dstate = kDstate ? kDstate : p.shape.dstate;
-        now.block_rows = p.shape.headdim / kSplit;
-        if (kSplit == 1) now.split = 0;
-        return now;
-    };
+    const auto recall = [&] { return recall_block<kSplit, kDstate, kOneToken>(p, *shared_block); };
 
 #pragma unroll 1
     for (int k = 0;; ++k) {

@@ -2,9 +2,7 @@
 //! parameters.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "../common/step_work.h"
 
 namespace replayssm {
 
@@ -22,8 +20,7 @@ constexpr int kStepBlockBytes = 80;
 //! lanes that read one column of eight rows meet different banks. Row r of BC and coef is row r of x.
 struct StepShared {
     uint32_t state = 0; // state_t [P, N], where a block has whole heads
-    uint32_t x =
-        0; // act_t [buffers][rows_cap + T] rows: the step's tokens, committed ring rows oldest first; then z rows
+    uint32_t x = 0; // act_t [buffers][rows_cap + T] rows: the step's tokens, committed ring rows oldest first; then z
     uint32_t B = 0;       // fp32 [T, generic form only][n_pad]
     uint32_t ring_B = 0;  // fp32 [rows_cap - T][n_pad], right behind
     uint32_t C = 0;       // fp32 [T][n_pad]; bf16 where tensor cores make S C, rows tensor_c_bytes apart
@@ -57,25 +54,19 @@ struct StepShared {
         buffer_bytes = (rows_cap + (gated ? tokens : 0)) * row_bytes;
         weight_bytes = tensor ? (committed_cap + kWeightRows - 1) / kWeightRows * coef_stride * kWeightBytes : 0;
         uint32_t end = 0;
-        state = take(end, state_bytes);
-        x = take(end, buffers * buffer_bytes);
-        B = take(end, (form == StepForm::kGeneric ? tokens : 0) * n_pad * 4);
-        ring_B = take(end, committed_cap * n_pad * 4);
-        C = take(end, tensor ? coef_stride * tensor_c_bytes(n_pad) : tokens * n_pad * 4);
-        BC = take(end, tokens * rows_cap * 4);
-        fold = take(end, heads * committed_cap * 8);
-        coef = take(end, heads * coef_rows * coef_stride * 4);
-        weight = take(end, heads * weight_bytes);
-        decay = take(end, heads * coef_stride * 4);
-        block = take(end, kStepBlockBytes);
-        barrier = take(end, 8);
+        state = take_shared(end, state_bytes);
+        x = take_shared(end, buffers * buffer_bytes);
+        B = take_shared(end, (form == StepForm::kGeneric ? tokens : 0) * n_pad * 4);
+        ring_B = take_shared(end, committed_cap * n_pad * 4);
+        C = take_shared(end, tensor ? coef_stride * tensor_c_bytes(n_pad) : tokens * n_pad * 4);
+        BC = take_shared(end, tokens * rows_cap * 4);
+        fold = take_shared(end, heads * committed_cap * 8);
+        coef = take_shared(end, heads * coef_rows * coef_stride * 4);
+        weight = take_shared(end, heads * weight_bytes);
+        decay = take_shared(end, heads * coef_stride * 4);
+        block = take_shared(end, kStepBlockBytes);
+        barrier = take_shared(end, 8);
         bytes = end;
-    }
-
-    static __host__ __device__ uint32_t take(uint32_t& end, uint32_t size) {
-        const uint32_t offset = end;
-        end = (end + size + 15) / 16 * 16;
-        return offset;
     }
 };
 

@@ -8,7 +8,7 @@
 //! Which column of N stands at which k is the same for both operands, and does not matter otherwise.
 #pragma once
 
-#include "scan_mma_ptx.cuh"
+#include "../common/tensor_core.cuh"
 #include "step_shared.cuh"
 
 namespace replayssm {

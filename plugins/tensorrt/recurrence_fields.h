@@ -8,7 +8,6 @@
 namespace replayssm::plugin {
 
 inline replayssm_recurrence_spec recurrence_spec(const FieldSet& fields, int32_t kind) {
-    require_float_type(fields, "type_id");
     require_float_type(fields, "state_type_id");
     for (const char* name : {"headdim", "dstate"}) {
         require(fields.integer(name) % 16 == 0, "field ", name, " is ", fields.integer(name),

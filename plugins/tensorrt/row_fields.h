@@ -3,7 +3,7 @@
 
 #include "fields.h"
 
-#include <climits>
+#include <cstdint>
 
 // clang-format off
 #define REPLAYSSM_ROW_FIELDS                                                                                           \

@@ -19,10 +19,12 @@ from replay_cases import (
     Inputs,
     assert_close,
     assert_same_bits,
+    far_pool,
     live_ring_rows,
     make_inputs,
     poison,
     ring_regions,
+    strided_views,
 )
 from step_emulator import StepLibrary
 
@@ -66,8 +68,13 @@ def spec_of(kind: str, *sizes: int, **options) -> RecurrenceSpec:
 
 
 def decode(spec: RecurrenceSpec, steps: int, tuning: StepTuning, regime: str = "plain") -> None:
-    """Steps of all lengths with rejection and padding, every output, row and state against the reference."""
+    """Steps of all lengths with rejection and padding, every output, row and state against the reference.
+
+    Padding's inputs are NaN. No step, flush or not, changes a row that is live when it starts.
+    """
     inputs, eps_scale = make_inputs(spec, 3, 48, seed=3, regime=regime), 3.0 if spec.state_dtype != "float32" else 1.0
+    for value in inputs.tokens.values():
+        value[1] = float("nan")
     pools = [StatePool.allocate(SlotLayout(spec), 4) for _ in range(2)]
     slots, own = torch.tensor([2, -1, 0], dtype=torch.int32), [2, 0]
     for pool in pools:
@@ -78,12 +85,16 @@ def decode(spec: RecurrenceSpec, steps: int, tuning: StepTuning, regime: str = "
         tokens = 1 + i % spec.spec_len
         accepted = torch.randint(-1, last + 1, (3,), generator=rng).int()
         step = {name: value[:, at : at + tokens] for name, value in inputs.tokens.items()}
+        kept = [last if a < 0 else int(a) for a in accepted[[0, 2]]]
         for pool in pools:
-            poison(pool, own, [last if a < 0 else int(a) for a in accepted[[0, 2]]])
+            poison(pool, own, kept)
+        live = [(slot, live_ring_rows(pools[0], slot, count)) for slot, count in zip(own, kept, strict=True)]
+        before = live_values(pools[0], live)
         o = kernels.gated_delta_step(pools[0], slots, **step, **inputs.params, accepted=accepted, tuning=tuning)
         want = reference.gated_delta_step(pools[1], slots, **step, **inputs.params, accepted=accepted)
         assert_close(o[[0, 2]], want[[0, 2]].double(), spec.act_dtype, scale=2.0 * eps_scale)
         assert not o[1].any()
+        assert all(torch.equal(a, b) for a, b in zip(before, live_values(pools[0], live), strict=True))
         assert torch.equal(pools[0]["cursor"][own], pools[1]["cursor"][own])
         at, last = at + tokens, tokens
     compare_pools(pools[0], pools[1], own, eps_scale)
@@ -93,6 +104,11 @@ def decode(spec: RecurrenceSpec, steps: int, tuning: StepTuning, regime: str = "
     assert torch.equal(pools[0]["cursor"][:2], pools[1]["cursor"][:2])
     ours, theirs = (pool["state"][:2] for pool in pools)
     assert_close(ours.float(), theirs.double(), spec.state_dtype, scale=2.0 * eps_scale, what="state")
+
+
+def live_values(pool: StatePool, live: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+    """Copies of the given ring rows of each slot."""
+    return [pool[name][slot][:, rows].clone() for slot, rows in live for name in ring_regions(pool)]
 
 
 def compare_pools(ours: StatePool, theirs: StatePool, slots: list[int], eps_scale: float) -> None:
@@ -116,6 +132,9 @@ def compare_pools(ours: StatePool, theirs: StatePool, slots: list[int], eps_scal
         ((2, 1, 128, 128), {"window": 5, "spec_len": 3}, (0, 8)),
         ((2, 1, 128, 128), {"window": 3, "spec_len": 2, "state_dtype": "bfloat16"}, (2, 0)),
         ((3, 1, 48, 80), {"window": 3, "spec_len": 5}, (0, 0)),
+        ((3, 1, 128, 128), {"window": 4, "spec_len": 2}, (3, 0)),
+        ((14, 1, 128, 128), {"window": 4}, (7, 0)),
+        ((14, 1, 16, 16), {"window": 4, "spec_len": 2}, (0, 0)),
         ((2, 1, 16, 16), {"window": 18, "spec_len": 2, "act_dtype": "float32"}, (0, 0)),
         ((2, 2, 64, 256), {"window": 4, "spec_len": 3, "act_dtype": "float16"}, (0, 0)),
     ],
@@ -233,6 +252,13 @@ def test_what_the_library_refuses(emulated):
     refused(
         "b has dtype float64; it must be float32, bfloat16 or float16", change={"b": inputs.tokens["b"][:, :1].double()}
     )
+    wide = far_pool(SlotLayout(spec_of("kda", 4, 2, 128, 128))).memory.flatten().view(torch.bfloat16)
+    far_rows = [wide.as_strided((2, 1, 4, 128), (stride, 512, 128, 1)) for stride in (2**31, 2**31 - 8)]
+    refused("v has stride 2147483648 along axis 0; it must be from 0 to 2147483647", change={"v": far_rows[0]})
+    refused("v spans 2147484024 elements; it must span less than", change={"v": far_rows[1]})
+    pool = StatePool.allocate(SlotLayout(spec_of("kda", 4, 2, 128, 128)), 4)
+    with pytest.raises(ReplayError, match="slots has stride 2; it must be dense"):
+        kernels.gated_delta_step(pool, torch.arange(4)[::2], **inputs.span(0, 1), **inputs.params)
     mamba = StatePool.allocate(SlotLayout(RecurrenceSpec("mamba2", 4, 2, 16, 16)), 2)
     with pytest.raises(ReplayError, match="A is None; materialize of a mamba2 pool needs A"):
         kernels.materialize(mamba, slots, slots, slots)
@@ -263,3 +289,137 @@ def test_teeth_of_the_rounding_bound(emulated, built):
     for spec_len in (1, 4):
         with pytest.raises(AssertionError, match="times its largest error"):
             verify_and_single(kernels, spec_of("gdn", 2, 1, 128, 128, spec_len=spec_len), "trained")
+
+
+def reset_pool(pool: StatePool) -> StatePool:
+    """The pool, every slot reset by the kernels."""
+    kernels.reset(pool, torch.arange(pool.slots, dtype=torch.int32))
+    return pool
+
+
+def steps_of(pool: StatePool, slots: list[int], inputs: Inputs, first: int, last: int, tokens: int = 1) -> torch.Tensor:
+    """Outputs of steps of ``tokens`` tokens over tokens first .. last-1, everything accepted."""
+    index = torch.tensor(slots, dtype=torch.int32)
+    outputs = [
+        kernels.gated_delta_step(pool, index, **inputs.span(t, t + tokens), **inputs.params)
+        for t in range(first, last, tokens)
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+def folded(pool: StatePool, slots: list[int]) -> torch.Tensor:
+    """The checkpoints of ``slots`` after a fold of everything, in place."""
+    index = torch.tensor(slots, dtype=torch.int32)
+    kernels.materialize(pool, index, torch.full_like(index, -1), index)
+    return pool["state"][slots].clone()
+
+
+SMALL = [("gdn", (2, 1, 16, 16)), ("kda", (2, 1, 16, 16)), ("gdn", (2, 1, 128, 128)), ("kda", (2, 1, 128, 128))]
+
+
+@pytest.mark.parametrize("kind, sizes", SMALL)
+def test_slots_past_4_gib(emulated, kind, sizes):
+    """Slots further apart than they are long, by more than 2^31 bytes: the bits of a dense pool."""
+    spec = spec_of(kind, *sizes, window=3, spec_len=2)
+    inputs = make_inputs(spec, 2, 10, seed=2)
+    dense, far = reset_pool(StatePool.allocate(SlotLayout(spec), 3)), reset_pool(far_pool(SlotLayout(spec)))
+    assert torch.equal(steps_of(far, [2, 1], inputs, 0, 10, 2), steps_of(dense, [2, 1], inputs, 0, 10, 2))
+    assert torch.equal(far.memory[:, : far.layout.slot_bytes], dense.memory)
+    assert not far.memory[:, far.layout.slot_bytes : far.layout.slot_bytes + 65536].any()
+    src, dst = torch.tensor([2, 1]), torch.tensor([0, 1])
+    for pool in (far, dense):
+        kernels.materialize(pool, src, torch.tensor([1, -1]), dst)
+    assert torch.equal(far.memory[:, : far.layout.slot_bytes], dense.memory)
+
+
+@pytest.mark.parametrize("kind, sizes", SMALL)
+def test_strided_views_and_int64_slots_are_dense_ones(emulated, kind, sizes):
+    """Slices of a convolution output, gates with strides of their own: the same bits."""
+    spec = spec_of(kind, *sizes, window=3, spec_len=2)
+    dense = make_inputs(spec, 2, 8, seed=4)
+    views = Inputs(spec, strided_views(dense.tokens), dense.params)
+    assert not any(value.is_contiguous() for value in views.tokens.values())
+    pools = [reset_pool(StatePool.allocate(SlotLayout(spec), 2)) for _ in range(2)]
+    expected = steps_of(pools[0], [1, 0], dense, 0, 8, 2)
+    for t in range(0, 8, 2):
+        o = kernels.gated_delta_step(pools[1], torch.tensor([1, 0]), **views.span(t, t + 2), **views.params)
+        assert torch.equal(o, expected[:, t : t + 2])
+    assert torch.equal(pools[1].memory, pools[0].memory)
+
+
+@pytest.mark.parametrize("kind, sizes", SMALL)
+def test_one_token_of_a_pool_for_drafts_is_a_decode_step(emulated, kind, sizes):
+    """T = 1 with room for 4 and with room for 1: outputs and states to the bit, through flushes."""
+    plain, drafts = (spec_of(kind, *sizes, window=4, spec_len=spec_len) for spec_len in (1, 4))
+    inputs = make_inputs(plain, 2, 14, seed=6)
+    pools = [reset_pool(StatePool.allocate(SlotLayout(spec), 2)) for spec in (plain, drafts)]
+    outputs = [steps_of(pool, [0, 1], inputs, 0, 14) for pool in pools]
+    assert torch.equal(*outputs)
+    assert_same_bits(*(folded(pool, [0, 1]) for pool in pools))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rejection_counts_once(emulated, kind):
+    """A step of which a part stays, then 100 tokens that all stay: as if the rejected ones had never been there."""
+    spec = spec_of(kind, 2, 1, 16, 16, window=6, spec_len=4, act_dtype="float32")
+    inputs, junk = (make_inputs(spec, 2, 106, seed=seed) for seed in (3, 9))
+    pool, plain = (reset_pool(StatePool.allocate(SlotLayout(spec), 2)) for _ in range(2))
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    steps_of(pool, [0, 1], inputs, 0, 3)
+    draft = {n: torch.cat([v[:, 3:5], junk.tokens[n][:, :2]], dim=1) for n, v in inputs.tokens.items()}
+    kernels.gated_delta_step(pool, slots, **draft, **inputs.params)
+    accepted = torch.tensor([2, 2], dtype=torch.int32)
+    kernels.gated_delta_step(pool, slots, **inputs.span(5, 6), **inputs.params, accepted=accepted)
+    outputs, expected = steps_of(pool, [0, 1], inputs, 6, 106), steps_of(plain, [0, 1], inputs, 0, 106)
+    assert_close(outputs, expected[:, 6:].double(), "float32")
+    assert_same_bits(folded(pool, [0, 1]), folded(plain, [0, 1]))
+
+
+@pytest.mark.parametrize("kind, sizes", SMALL)
+def test_a_slot_is_moved_and_recycled_in_the_middle_of_its_window(emulated, kind, sizes):
+    """A ring that wraps, with pending rows: copied as bytes, copied by a fold, and then given to another sequence."""
+    spec = spec_of(kind, *sizes, window=4, spec_len=2, stagger=False)
+    inputs = make_inputs(spec, 1, 20, seed=12)
+    pool = reset_pool(StatePool.allocate(SlotLayout(spec), 3))
+    steps_of(pool, [0], inputs, 0, 8, 2)
+    origin, history, pending, _ = pool["cursor"][0, 0, 0].tolist()
+    assert pending > 0 and history > 0 and origin + history + pending > spec.ring_rows
+    elsewhere = StatePool(pool.layout, pool.memory.roll(2, dims=0))
+    kernels.materialize(pool, torch.tensor([0]), torch.tensor([-1]), torch.tensor([1]))
+    fresh = reset_pool(StatePool.allocate(SlotLayout(spec), 3))
+    kernels.reset(pool, torch.tensor([0], dtype=torch.int32))
+    assert torch.equal(steps_of(pool, [0], inputs, 0, 8, 2), steps_of(fresh, [0], inputs, 0, 8, 2))
+    went_on = steps_of(fresh, [0], inputs, 8, 14, 2)
+    assert torch.equal(steps_of(elsewhere, [2], inputs, 8, 14, 2), went_on)
+    steps_of(pool, [1], inputs, 8, 14, 2)
+    want = folded(fresh, [0])
+    assert_same_bits(folded(elsewhere, [2]), want)
+    assert_same_bits(folded(pool, [1]), want)
+
+
+def test_slots_outside_the_pool_are_padding(emulated):
+    """In a step, a materialize and a reset: zeros, and no byte of any slot."""
+    spec = spec_of("gdn", 2, 1, 128, 128)
+    inputs, pool = make_inputs(spec, 2, 2), reset_pool(StatePool.allocate(SlotLayout(spec), 2))
+    before, bad, good = pool.memory.clone(), torch.tensor([2, -7]), torch.tensor([0, 1])
+    assert not kernels.gated_delta_step(pool, bad, **inputs.span(0, 1), **inputs.params).any()
+    kernels.materialize(pool, bad, torch.full_like(bad, -1), good)
+    kernels.materialize(pool, good, torch.full_like(bad, -1), bad)
+    kernels.reset(pool, bad)
+    assert torch.equal(pool.memory, before)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_fp16_rows_and_outputs_of_a_large_state(emulated, kind):
+    """d leaves fp16's range, the outputs do not: finite, and those of the reference."""
+    spec = spec_of(kind, 2, 1, 64, 64, act_dtype="float16", window=4, stagger=False)
+    inputs = make_inputs(spec, 2, 6, regime="weak")
+    pools = [StatePool.allocate(SlotLayout(spec), 2) for _ in range(2)]
+    for pool in pools:
+        pool["state"].copy_(torch.randn(pool["state"].shape, generator=torch.Generator().manual_seed(1)) * 3e5)
+    slots, pairs = torch.tensor([0, 1], dtype=torch.int32), [(kernels, pools[0]), (reference, pools[1])]
+    for t in range(6):
+        step = inputs.span(t, t + 1) | inputs.params
+        o, want = (op.gated_delta_step(p, slots, **step, scale=0.01) for op, p in pairs)
+        assert_close(o, want.double(), "float16", scale=2.0)
+    assert float(pools[0]["ring_d"].abs().max()) == torch.finfo(torch.float16).max

@@ -87,13 +87,13 @@ def test_bits_depend_neither_on_heads_per_block_nor_on_which_warp_is_ahead(progr
 # What each must be caught by: the state's bound, the banks of a matrix access, both bounds, NaN of unwritten memory.
 CORRUPTIONS = {
     "a bf16 term of the state's input less": (
-        "scan_mma_ptx.cuh",
+        "tensor_core.cuh",
         "out[term] = pack_bf16(low, high);",
         "out[term] = term == 2 ? 0 : pack_bf16(low, high);",
     ),
-    "tiles that are swizzled otherwise": ("scan_mma_tile.cuh", "(piece & 7) ^ (row & 7)", "(piece & 7) ^ (row & 3)"),
+    "tiles that are swizzled otherwise": ("chunk_tile.cuh", "(piece & 7) ^ (row & 7)", "(piece & 7) ^ (row & 3)"),
     "groups of rows that a product seeks elsewhere": (
-        "scan_mma_ptx.cuh",
+        "tensor_core.cuh",
         "kGroupOfRows = 128 * 8 / 16",
         "kGroupOfRows = 128 * 4 / 16",
     ),

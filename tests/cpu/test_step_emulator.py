@@ -15,8 +15,8 @@ from emulator_build import build
 
 COPIES = "bulk_copy_host.cuh"
 
-# Row 1 of three and more is padding. Every row has one committed row more than its history; those that then lack room
-# for the step's tokens in the window fold.
+# Row 1 of three and more is padding, its inputs NaN. Every row has one committed row more than its history; those that
+# then lack room for the step's tokens in the window fold.
 HISTORIES = "0,5,11,15"
 LONG = "58,1,33,31"
 
@@ -24,6 +24,7 @@ LONG = "58,1,33,31"
 # weights leave out 2^-18 of a value; fp32 sums and decays add less than that.
 OUTPUT_BOUND = 2.0**-17
 
+FAR = {"slot-gap": 2**31 + 4096}
 CASES = {
     **{f"tokens-{tokens}": {"tokens": tokens} for tokens in (1, 2, 3, 4, 5, 8)},
     "one-token-long-window": {"tokens": 1, "window": 64, "histories": LONG},
@@ -39,6 +40,14 @@ CASES = {
     "eight-warps": {"headdim": 128, "tokens": 6},
     "no-gate": {"gate": 0},
     "conventional": {"window": 1, "tokens": 1, "histories": "0,0,0"},
+    "three-heads-a-group": {"heads": 6, "heads-per-block": 3},
+    "fourteen-heads-a-group": {"heads": 14, "groups": 1, "heads-per-block": 7, "tokens": 1},
+    "fourteen-heads-a-group-several-tokens": {"heads": 14, "groups": 1, "heads-per-block": 2},
+    "one-group-each-and-many-rows": {"heads": 8, "groups": 8, "heads-per-block": 1, "histories": "3,0,9,15,0,11,15"},
+    "growing": {"growing": 1},
+    "growing-one-token": {"growing": 1, "tokens": 1},
+    "slots-past-4-gib": FAR,
+    "slots-past-4-gib-one-token": {**FAR, "tokens": 1},
     "more-heads-than-warps-hold": {"tokens": 1, "heads": 12, "groups": 1, "heads-per-block": 12},
 }
 
@@ -51,6 +60,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(program: Path, **changes: object) -> subprocess.CompletedProcess[str]:
     options: dict[str, object] = {"heads": 4, "groups": 2, "headdim": 64, "dstate": 128, "heads-per-block": 2}
     options |= {"tokens": 4, "window": 16, "state": "fp32", "gate": 1, "first-warp": "first", "histories": HISTORIES}
+    options |= {"growing": 0, "slot-gap": 0}
     options |= changes
     if options["heads"] == 2:
         options |= {"groups": 1}
@@ -78,15 +88,16 @@ def test_step_agrees_with_the_recurrence(program: Path, case: dict[str, object],
 
 
 @pytest.mark.parametrize(
-    "header, old, new",
+    "header, old, new, changes",
     [
-        ("step_tensor.cuh", "if (j > t0 + 4 * f + lane.sum_token + (i & 1)) continue;", ""),
-        ("step_tensor.cuh", "if (j < count) rows[i] =", "rows[i] ="),
-        ("tensor_tile.cuh", "token_half(lane >> 4)", "token_half(0)"),
-        ("step_weigh.cuh", "at[2] = __float2bfloat16_rn(value - __bfloat162float(first));", "at[2] = first;"),
+        ("step_tensor.cuh", "if (j > t0 + 4 * f + lane.sum_token + (i & 1)) continue;", "", {}),
+        ("step_tensor.cuh", "if (j < count) rows[i] =", "rows[i] =", {}),
+        ("tensor_tile.cuh", "token_half(lane >> 4)", "token_half(0)", {}),
+        ("step_weigh.cuh", "at[2] = __float2bfloat16_rn(value - __bfloat162float(first));", "at[2] = first;", {}),
+        ("step_kernel.cuh", "slot * p.pool.stride_bytes", "static_cast<int>(slot * p.pool.stride_bytes)", FAR),
     ],
-    ids=["later-tokens", "dead-rows", "halves", "second-term"],
+    ids=["later-tokens", "dead-rows", "halves", "second-term", "32-bit-slots"],
 )
-def test_teeth(tmp_path: Path, header: str, old: str, new: str) -> None:
+def test_teeth(tmp_path: Path, header: str, old: str, new: str, changes: dict[str, object]) -> None:
     """A kernel with one mistake is found out."""
-    assert faults(launch(build(tmp_path, "step_emulator", "mamba2_replay", (header, old, new), COPIES)))
+    assert faults(launch(build(tmp_path, "step_emulator", "mamba2_replay", (header, old, new), COPIES), **changes))

@@ -5,7 +5,7 @@
 //!                       --regime usual --first-warp first --lengths 0,1,63
 //!
 //! kernel: chunk-warp, chunk-warpgroup, exact-1 or exact-4 (state rows a thread). warps: of a block, for chunks.
-//! Memory that the kernel must not read (rows behind the last token, gaps between tokens, unused slots and ring rows,
+//! Memory that the kernel must not read (rows behind the last token, tokens of padding, gaps between tokens, unused slots and ring rows,
 //! shared memory before its first write) holds NaN. Every second sequence starts from its slot: a state, and ring rows
 //! that are folded into it. Of four or more sequences the third is padding (slot -1).
 #include "cuda_on_host.h"
@@ -107,6 +107,7 @@ private:
     void make_gates();
     void lay_out_pool();
     void fill_slot(int sequence);
+    void pad(int sequence);
 };
 
 Case::Case(const Options& options_)
@@ -127,7 +128,21 @@ Case::Case(const Options& options_)
         has_initial.push_back(i % 2);
         if (has_initial[i]) fill_slot(i);
     }
-    if (sequences() > 3) slots[2] = -1;
+    if (sequences() > 3) pad(2);
+}
+
+//! A sequence without a slot; its tokens, neighbours of others', hold NaN.
+void Case::pad(int sequence) {
+    slots[sequence] = -1;
+    const auto spoil = [&](auto& data, int per_token) {
+        std::memset(static_cast<void*>(data.data() + static_cast<size_t>(starts[sequence]) * per_token), kPoison,
+            static_cast<size_t>(starts[sequence + 1] - starts[sequence]) * per_token * sizeof(data[0]));
+    };
+    spoil(q, keys);
+    spoil(k, keys);
+    spoil(v, channels);
+    spoil(a, options.heads * gates());
+    spoil(b, options.heads);
 }
 
 //! [tokens, features] with gaps, and a token of gap behind. "alike": all tokens have nearly the same key.

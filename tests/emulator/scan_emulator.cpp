@@ -4,7 +4,7 @@
 //!   scan_emulator --heads 4 --groups 2 --headdim 64 --dstate 128 --heads-per-block 2 --product warpgroup
 //!                 --regime usual --gate 1 --first-warp first --lengths 0,1,63
 //!
-//! Memory that the kernel must not read (rows behind the last token, gaps between tokens, unused slots and ring rows,
+//! Memory that the kernel must not read (rows behind the last token, tokens of padding, gaps between tokens, unused slots and ring rows,
 //! shared memory before its first write) holds NaN. Every second sequence starts from its slot: a state, and ring rows
 //! that are folded into it. Of four or more sequences the third is padding (slot -1).
 #include "cuda_on_host.h"
@@ -102,6 +102,7 @@ private:
     void make_decays();
     void lay_out_pool();
     void fill_slot(int sequence);
+    void pad(int sequence);
 };
 
 Case::Case(const Options& o)
@@ -121,7 +122,21 @@ Case::Case(const Options& o)
         has_initial.push_back(i % 2);
         if (has_initial[i]) fill_slot(i);
     }
-    if (sequences() > 3) slots[2] = -1;
+    if (sequences() > 3) pad(2);
+}
+
+//! A sequence without a slot; its tokens, neighbours of others', hold NaN.
+void Case::pad(int sequence) {
+    slots[sequence] = -1;
+    const auto spoil = [&](auto& data, int per_token) {
+        std::memset(static_cast<void*>(data.data() + static_cast<size_t>(starts[sequence]) * per_token), kPoison,
+            static_cast<size_t>(starts[sequence + 1] - starts[sequence]) * per_token * sizeof(data[0]));
+    };
+    spoil(x, channels);
+    spoil(z, channels);
+    spoil(B, columns);
+    spoil(C, columns);
+    spoil(dt, options.heads);
 }
 
 //! [tokens, features] with gaps, and a token of gap behind.

@@ -3,10 +3,11 @@
 //! tests/cpu/test_step_emulator.py knows the bounds.
 //!
 //!   step_emulator --heads 4 --groups 2 --headdim 64 --dstate 128 --heads-per-block 2 --tokens 4 --window 16
-//!                 --state fp32 --gate 1 --first-warp first --histories 0,5,12,16
+//!                 --state fp32 --gate 1 --growing 0 --slot-gap 0 --first-warp first --histories 0,5,12,16
 //!
 //! Row i has histories[i] live ring rows, which wrap around the ring's end, and two pending ones, one of which stays.
-//! The second row of more than two is padding (slot -1). Memory that the kernel must not read holds NaN.
+//! The second row of more than two is padding (slot -1). Memory that the kernel must not read holds NaN. slot-gap: bytes
+//! between slots, in memory of which only what is used exists. growing: A > 0.
 #include "cuda_on_host.h"
 
 #include "mamba2_replay/step_kernel.cuh"
@@ -14,6 +15,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <sys/mman.h>
 
 namespace replayssm {
 alignas(1024) char smem[kSharedBytes];
@@ -29,7 +31,8 @@ constexpr unsigned char kPoison = 0xff; // NaN in every float type
 
 struct Options {
     int heads = 0, groups = 0, headdim = 0, dstate = 0, heads_per_block = 0, tokens = 0, window = 0;
-    bool packed = false, gate = true, last_warp_first = false;
+    int64_t slot_gap = 0;
+    bool packed = false, gate = true, growing = false, last_warp_first = false;
     std::vector<int> histories;
 };
 
@@ -59,6 +62,8 @@ Options parse(int argc, char** argv) {
     o.window = std::stoi(take("--window"));
     o.packed = take("--state") == "bf16";
     o.gate = take("--gate") == "1";
+    o.growing = take("--growing") == "1";
+    o.slot_gap = std::stoll(take("--slot-gap"));
     o.last_warp_first = take("--first-warp") == "last";
     const std::string text = take("--histories");
     for (size_t at = 0; at <= text.size();) {
@@ -70,12 +75,51 @@ Options parse(int argc, char** argv) {
     return o;
 }
 
+//! Bytes of slots, `stride` apart; pages that nothing has written do not exist.
+class SlotMemory {
+public:
+    SlotMemory() = default;
+    SlotMemory(const SlotMemory&) = delete;
+    ~SlotMemory() {
+        if (base_ != nullptr) munmap(base_, size_);
+    }
+
+    void allocate(int64_t slots, int64_t slot_bytes, int64_t stride) {
+        slots_ = slots, slot_bytes_ = slot_bytes, stride_ = stride, size_ = slots * stride;
+        void* made =
+            mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (made == MAP_FAILED) refuse("no room for the slots");
+        base_ = static_cast<char*>(made);
+        for (int64_t i = 0; i < slots; ++i)
+            std::memset(slot(i), kPoison, slot_bytes);
+    }
+
+    char* slot(int64_t i) const { return base_ + i * stride_; }
+    int64_t slot_bytes() const { return slot_bytes_; }
+    std::vector<char> copy() const {
+        std::vector<char> out;
+        for (int64_t i = 0; i < slots_; ++i)
+            out.insert(out.end(), slot(i), slot(i) + slot_bytes_);
+        return out;
+    }
+    //! Bytes just behind a slot that are no longer zero.
+    int touched_gap(int64_t i) const {
+        const char* end = slot(i) + slot_bytes_;
+        return static_cast<int>(std::count_if(
+            end, end + std::min<int64_t>(stride_ - slot_bytes_, 4096), [](char byte) { return byte != 0; }));
+    }
+
+private:
+    char* base_ = nullptr;
+    int64_t slots_ = 0, slot_bytes_ = 0, stride_ = 0, size_ = 0;
+};
+
 //! Everything that the kernel sees, but for its grid.
 struct Case {
     Options options;
     Mamba2Slots pool;
     int ring_rows, committed_cap;
-    std::vector<char> memory;
+    SlotMemory memory;
     std::vector<int> slots, accepted;
     std::vector<Bf16> x, z, B, C, y;
     std::vector<float> dt, A, D, bias;
@@ -83,11 +127,12 @@ struct Case {
 
     explicit Case(const Options& o);
     int rows() const { return static_cast<int>(options.histories.size()); }
-    char* slot(int row) { return memory.data() + pool.stride_bytes * slots[row]; }
+    char* slot(int row) const { return memory.slot(slots[row]); }
     float normal() { return std::normal_distribution<float>()(random); }
     int committed(int row) const { return options.histories[row] + kAccepted; }
     bool flush(int row) const { return committed(row) + options.tokens > options.window; }
     void fill_slot(int row);
+    void pad(int row);
     size_t state_bytes() const { return options.packed ? 2 : 4; }
 };
 
@@ -102,9 +147,10 @@ Case::Case(const Options& o) : options(o) {
     pool.ring_x = end_of(pool.state, H * P * N * static_cast<int64_t>(state_bytes()));
     pool.ring_b = end_of(pool.ring_x, H * ring_rows * P * 2);
     pool.ring_dt = end_of(pool.ring_b, o.groups * ring_rows * N * 2);
-    pool.stride_bytes = end_of(pool.ring_dt, H * ring_rows * 4);
-    memory.assign(pool.stride_bytes * pool.slots, static_cast<char>(kPoison));
-    pool.base = memory.data();
+    const int64_t slot_bytes = end_of(pool.ring_dt, H * ring_rows * 4);
+    pool.stride_bytes = slot_bytes + o.slot_gap;
+    memory.allocate(pool.slots, slot_bytes, pool.stride_bytes);
+    pool.base = memory.slot(0);
     const auto bf16 = [&](std::vector<Bf16>& out, int64_t count) {
         out.resize(count);
         for (Bf16& value : out)
@@ -119,7 +165,7 @@ Case::Case(const Options& o) : options(o) {
     for (int64_t i = 0; i < rows() * T * H; ++i)
         dt.push_back(normal() - 2.0f);
     for (int h = 0; h < H; ++h) {
-        A.push_back(-0.3f - 2.0f * (h + 1) / H);
+        A.push_back(o.growing ? 0.05f * (h + 1) / H : -0.3f - 2.0f * (h + 1) / H);
         bias.push_back(normal());
     }
     for (int64_t i = 0; i < H * P; ++i)
@@ -127,8 +173,25 @@ Case::Case(const Options& o) : options(o) {
     for (int row = 0; row < rows(); ++row) {
         slots.push_back(rows() > 2 && row == 1 ? -1 : rows() - row);
         accepted.push_back(kAccepted);
-        if (slots[row] >= 0) fill_slot(row);
+        if (slots[row] >= 0) {
+            fill_slot(row);
+        } else {
+            pad(row);
+        }
     }
+}
+
+//! NaN in all of a row's inputs.
+void Case::pad(int row) {
+    const auto spoil = [&](auto& data) {
+        const size_t per_row = data.size() / rows();
+        std::memset(static_cast<void*>(data.data() + row * per_row), kPoison, per_row * sizeof(data[0]));
+    };
+    spoil(x);
+    spoil(z);
+    spoil(B);
+    spoil(C);
+    spoil(dt);
 }
 
 void Case::fill_slot(int row) {
@@ -307,18 +370,43 @@ void compare_cursors(const Case& c, const char* before, const char* after, int r
     }
 }
 
-//! Bytes of slots that no row names, and of live ring rows, that changed; outputs of padding that are not zero.
+//! Bytes of the ring rows that were live before the step and have changed: other blocks may still have to read them.
+int count_overwritten(const Case& c, const char* before, const char* after, int row) {
+    const Options& o = c.options;
+    const Cursor cursor = *reinterpret_cast<const Cursor*>(before + c.pool.cursor);
+    int overwritten = 0;
+    const auto compare = [&](int64_t region, int blocks, int width) {
+        for (int i = 0; i < blocks * c.committed(row); ++i) {
+            const int r = (cursor.origin + i % c.committed(row)) % c.ring_rows;
+            const int64_t at = region + static_cast<int64_t>(i / c.committed(row) * c.ring_rows + r) * width;
+            overwritten += std::memcmp(before + at, after + at, width) != 0;
+        }
+    };
+    compare(c.pool.ring_x, o.heads, o.headdim * 2);
+    compare(c.pool.ring_b, o.groups, o.dstate * 2);
+    compare(c.pool.ring_dt, o.heads, 4);
+    return overwritten;
+}
+
+//! Bytes of slots that no row names, of gaps, and live ring rows, that changed; outputs of padding that are not zero.
 int count_touched(const Case& c, const std::vector<char>& before) {
     std::vector<bool> named(c.pool.slots, false);
     int touched = 0;
     for (int row = 0; row < c.rows(); ++row) {
-        if (c.slots[row] >= 0) named[c.slots[row]] = true;
+        if (c.slots[row] >= 0) {
+            named[c.slots[row]] = true;
+            touched += count_overwritten(
+                c, before.data() + c.memory.slot_bytes() * c.slots[row], c.slot(row), row);
+        }
         const size_t per_row = c.y.size() / c.rows();
         for (size_t i = 0; c.slots[row] < 0 && i < per_row; ++i)
             touched += value_of(c.y[row * per_row + i]) != 0.0;
     }
+    const std::vector<char> after = c.memory.copy();
     for (size_t i = 0; i < before.size(); ++i)
-        touched += !named[i / c.pool.stride_bytes] && before[i] != c.memory[i];
+        touched += !named[i / c.memory.slot_bytes()] && before[i] != after[i];
+    for (int64_t i = 0; i < c.pool.slots; ++i)
+        touched += c.memory.touched_gap(i);
     return touched;
 }
 
@@ -326,12 +414,12 @@ int count_touched(const Case& c, const std::vector<char>& before) {
 
 int main(int argc, char** argv) {
     Case c(parse(argc, argv));
-    const std::vector<char> before = c.memory;
+    const std::vector<char> before = c.memory.copy();
     run_kernel(c);
     Measures measures;
     for (int row = 0; row < c.rows(); ++row) {
         if (c.slots[row] < 0) continue;
-        const char* was = before.data() + c.pool.stride_bytes * c.slots[row];
+        const char* was = before.data() + c.memory.slot_bytes() * c.slots[row];
         for (int i = 0; i < c.options.heads * c.options.headdim; ++i)
             compare_channel(c, was, c.slot(row), row, i / c.options.headdim, i % c.options.headdim, measures);
         compare_cursors(c, was, c.slot(row), row, measures);

@@ -56,7 +56,8 @@ def poison_dead_rows(pool: StatePool, accepted: torch.Tensor | None, slots: torc
 class Rollout:
     """Decodes random tokens on the GPU, checking every output against a float64 recurrence of the accepted tokens.
 
-    Rows with slot -1 are padding. Dead ring rows are poisoned before every step; slots of others hold NaN throughout.
+    Rows with slot -1 are padding, their inputs NaN. Dead ring rows are poisoned before every step; slots of others
+    hold NaN throughout.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Rollout:
         own = random_slots(rows, rows + 3, seed=3)
         self.slots = torch.cat([own[:1], torch.full((pads,), -1, dtype=torch.int32, device=DEVICE), own[1:]])
         self.live = (self.slots >= 0).nonzero().squeeze(1)
+        for value in self.tokens.values():
+            value[self.slots < 0] = float("nan")
         self.pool = poisoned_pool(spec, own, rows + 3)
         shape = (rows, spec.nheads, spec.headdim, spec.dstate)
         self.state = torch.zeros(shape, dtype=torch.float64, device=DEVICE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_cases import DEVICE, assert_untouched, random_slots
-from replay_cases import assert_close
+from replay_cases import assert_close, far_pool
 
 from trtllm_replayssm import ConvLayout, ConvSpec, ReplayError, kernels, reference
 from trtllm_replayssm.pool import StatePool, torch_dtype
@@ -161,3 +161,20 @@ def test_arguments_are_checked():
         kernels.conv_step(pool, slots, x.float(), weight)
     with pytest.raises(ReplayError, match="tokens is 2; it must be from 1 to 1"):
         kernels.conv_step(pool, slots, x.expand(2, 2, 72), weight)
+
+
+def test_slots_past_4_gib():
+    """Slots more than 2^31 bytes apart: prompt, steps and fold leave the bits of a dense pool."""
+    spec = ConvSpec(72, spec_len=2)
+    slots = torch.tensor([2, 1], dtype=torch.int32, device=DEVICE)
+    bounds = torch.tensor([0, 5, 8], dtype=torch.int32, device=DEVICE)
+    weight, bias = make_weights(spec, torch.bfloat16)
+    x = torch.randn(2, 12, 72, device=DEVICE).bfloat16()
+    results = []
+    for pool in (make_pool(spec, slots, 3), far_pool(ConvLayout(spec), device=DEVICE)):
+        kernels.conv_reset(pool, slots)
+        outputs = [kernels.conv_scan(pool, slots, x[0, :8], weight, bias, cu_seqlens=bounds)]
+        outputs += [kernels.conv_step(pool, slots, x[:, t : t + 2], weight, bias) for t in (8, 10)]
+        kernels.conv_materialize(pool, slots, torch.full_like(slots, -1), slots)
+        results.append([*outputs, pool["columns"][slots.long(), : spec.kernel - 1]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

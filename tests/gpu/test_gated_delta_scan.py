@@ -1,7 +1,8 @@
 """The CUDA scans of GDN and KDA, in chunks on tensor cores and token by token, against a float64 recurrence.
 
 Oracle: reference.gated_delta_recurrence in float64 on the same bits. The pool's other slots hold NaN and must keep
-every byte; slots that start from zero hold NaN, rings hold NaN outside their live rows, o is NaN before the call.
+every byte; slots that start from zero hold NaN, rings hold NaN outside their live rows, padding's tokens
+are NaN, o is NaN before the call.
 Expected error: o is one rounding to act_dtype (relative 0.21 eps) with fp32 in front of it. A checkpoint from chunks
 stays within 2 eps(fp32) of float64, as operands keep 24 bits (16 bits: 3e-6, bf16: 1e-3); token by token a state that
 does not decay collects a rounding per token.
@@ -73,6 +74,8 @@ class Prompts:
         self.slots = own.clone()
         if pad is not None:
             self.slots[pad] = -1
+            for value in self.tokens.values():
+                value[self.ends[pad] : self.ends[pad + 1]] = FILL
         self.bounds = torch.tensor(self.ends, dtype=torch.int32, device=DEVICE)
         self.flags = torch.tensor(self.resumes, device=DEVICE)
 

@@ -149,6 +149,27 @@ def test_fp16_outputs_of_large_states(gate, spec_len):
 
 
 @pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("heads, groups", [(6, 2), (14, 1)])
+def test_heads_per_group_3_and_14(gate, heads, groups):
+    """In the tuned kernel; test_dtypes has them in the generic one."""
+    rollout = DeltaRollout(delta_spec(gate, heads, groups, 128, 128, window=6, spec_len=4))
+    decode(rollout, 16)
+    rollout.check_state()
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_one_rejection_counts_once(gate):
+    """A step of which two tokens stay, then 100 that all stay."""
+    rollout = DeltaRollout(delta_spec(gate, 4, 2, 128, 128, spec_len=4))
+    for tokens in (1, 1, 1, 4):
+        rollout.step(tokens)
+    rollout.step(1, torch.full_like(rollout.slots, 2))
+    for _ in range(100):
+        rollout.step(1)
+    rollout.check_state()
+
+
+@pytest.mark.parametrize("gate", GATES)
 def test_nothing_accepted_after_a_flush(gate):
     """accepted = 0 behind a step that folded, and again: the folded state, an empty ring, no row folded twice."""
     spec = delta_spec(gate, 4, 2, 128, 128, window=4, spec_len=2, stagger=False)

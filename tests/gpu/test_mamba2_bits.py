@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_cases import DEVICE, assert_same_pool, mamba2_spec, random_slots
-from replay_cases import assert_same_bits, make_inputs
+from replay_cases import assert_same_bits, far_pool, make_inputs
 
 from trtllm_replayssm import RecurrenceSpec, SlotLayout, kernels
 from trtllm_replayssm.kernels import StepTuning
@@ -197,6 +197,32 @@ def test_repeated_launches_on_a_large_batch():
         results.append((run.step(20, 21), run.pool.memory.clone()))
     for y, memory in results[1:]:
         assert torch.equal(y, results[0][0]) and torch.equal(memory, results[0][1])
+
+
+def test_one_token_of_a_pool_for_drafts_is_a_decode_step():
+    """T = 1 with room for 4 tokens and with room for 1: outputs and states to the bit."""
+    plain, drafts = Run(spec_of(window=6)), Run(spec_of(window=6, spec_len=4))
+    for t in range(TOKENS):
+        assert torch.equal(plain.step(t, t + 1), drafts.step(t, t + 1))
+    assert_same_bits(plain.state(), drafts.state())
+
+
+@pytest.mark.parametrize("spec_len", [1, 4])
+def test_slots_past_4_gib(spec_len):
+    """Slots more than 2^31 bytes apart: prompt, steps and fold leave the bits of a dense pool."""
+    slots = torch.tensor([2, 1], dtype=torch.int32, device=DEVICE)
+    dense, far = (Run(spec_of(window=6, spec_len=spec_len), rows=2, slots=slots, total=3) for _ in range(2))
+    far.pool = far_pool(far.pool.layout, device=DEVICE)
+    bounds, results = torch.tensor([0, 16, 32], dtype=torch.int32, device=DEVICE), []
+    for run in (dense, far):
+        kernels.reset(run.pool, slots)
+        packed = {n: v[:, :16].flatten(0, 1) for n, v in run.tokens.items()}
+        outputs = [kernels.mamba2_scan(run.pool, slots, **packed, **run.params, cu_seqlens=bounds)]
+        outputs += [run.step(t, t + spec_len) for t in range(16, 36, spec_len)]
+        kernels.materialize(run.pool, slots, torch.full_like(slots, -1), slots, A=run.params["A"])
+        results.append([*outputs, run.pool["state"][slots.long()], run.pool["cursor"][slots.long()]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.isfinite(results[1][-2]).all()
 
 
 @pytest.mark.parametrize("spec_len", [1, 4])

@@ -1,7 +1,8 @@
 """The CUDA Mamba-2 scan, tensor-core and token by token, against a float64 recurrence.
 
 Oracle: reference.mamba2_recurrence in float64 on the same bits. The pool's other slots hold NaN and must keep every
-byte; slots that start from zero hold NaN, rings hold NaN outside their live rows, y is NaN before the call.
+byte; slots that start from zero hold NaN, rings hold NaN outside their live rows, padding's tokens
+are NaN, y is NaN before the call.
 Expected error: y is one rounding to bf16 (relative 0.21 eps) with fp32 in front of it, in both kernels; an fp32
 checkpoint stays within 4 eps(fp32) of float64 whatever the length. Operands rounded to bf16 (1e-3) or to 16 bits (3e-6)
 miss that.
@@ -59,6 +60,8 @@ class Prompts:
         self.slots = own.clone()
         if pad is not None:
             self.slots[pad] = -1
+            for value in self.tokens.values():
+                value[self.ends[pad] : self.ends[pad + 1]] = FILL
 
     def fill_slot(self, slot: int) -> torch.Tensor:
         """A random checkpoint, two committed and one pending row around the ring's end; the folded state in float64."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_cases import DEVICE, Rollout, mamba2_spec, poisoned_pool
-from replay_cases import assert_close, relative_error
+from replay_cases import assert_close, make_inputs, relative_error
 
 from benchmarks.shapes import MODELS, ODD
 from trtllm_replayssm import ReplayError, kernels, reference
@@ -122,7 +122,7 @@ def test_skip_weight_per_channel_and_16_bit_parameters():
 
 
 def test_views_of_a_convolution_output_and_int64_slots():
-    """x, B, C, z as slices of wider rows, as a model passes them, and the same values dense: equal bits."""
+    """x, B, C, z as slices of wider rows, as a model passes them, dt with gaps, and the same dense: equal bits."""
     spec = mamba2_spec(4, 2, 64, 128, spec_len=2)
     outs = []
     for strided in (False, True):
@@ -134,10 +134,52 @@ def test_views_of_a_convolution_output_and_int64_slots():
                 parts, wide.split([p.shape[2] for p in parts.values()] + [256], dim=2), strict=False
             ):
                 rollout.tokens[name] = piece.unflatten(2, rollout.tokens[name].shape[2:])
+            rollout.tokens["dt"] = torch.stack([rollout.tokens["dt"]] * 3, dim=-1)[..., 1]
             rollout.slots = rollout.slots.long()
         outs.append([rollout.step(2) for _ in range(6)])
     for dense, view in zip(*outs, strict=True):
         assert torch.equal(dense, view)
+
+
+@pytest.mark.parametrize("heads, groups", [(6, 2), (14, 1)])
+def test_heads_per_group_3_and_14(heads, groups):
+    """In the tuned kernel; test_dtypes has them in the generic one."""
+    rollout = Rollout(mamba2_spec(heads, groups, 64, 128, window=6, spec_len=4))
+    decode(rollout, 20)
+    rollout.check_state()
+
+
+def test_one_rejection_counts_once():
+    """A step of which two tokens stay, then 100 that all stay."""
+    rollout = Rollout(mamba2_spec(4, 2, 64, 128, spec_len=4))
+    for tokens in (1, 1, 1, 4):
+        rollout.step(tokens)
+    rollout.step(1, torch.full_like(rollout.slots, 2))
+    for _ in range(100):
+        rollout.step(1)
+    rollout.check_state()
+
+
+def test_states_that_grow():
+    """A > 0: no exponent is cut off."""
+    rollout = Rollout(mamba2_spec(4, 2, 64, 128, spec_len=4))
+    rollout.params["A"] = rollout.params["A"].abs() * 0.05
+    decode(rollout, 20)
+    rollout.check_state()
+
+
+def test_fp16_outputs_of_a_large_state():
+    """Elements of the state are past fp16's largest number, the outputs are not."""
+    spec = mamba2_spec(4, 2, 64, 128, act_dtype="float16", window=4)
+    slots = torch.tensor([0], dtype=torch.int32, device=DEVICE)
+    pool = poisoned_pool(spec, slots, 1)
+    pool["state"].fill_(1e5)
+    inputs = make_inputs(spec, 1, 1, regime="weak")
+    inputs.tokens["C"].zero_()
+    inputs.tokens["C"][..., 0] = 0.5
+    on_gpu = {name: value.to(DEVICE) for name, value in (inputs.tokens | inputs.params).items()}
+    y = kernels.mamba2_step(pool, slots, **on_gpu)
+    torch.testing.assert_close(y.float(), torch.full_like(y.float(), 5e4), rtol=1e-3, atol=0)
 
 
 def test_error_does_not_grow_over_4096_steps():

@@ -11,8 +11,7 @@ from ..spec import DTYPE_BYTES, KINDS, READ_COPIES, ConvSpec, RecurrenceSpec
 
 ABI_VERSION = 2
 
-#: Status codes. The first three are the caller's to put right, the last is the CUDA runtime's.
-STATUS_NAMES = {0: "ok", 1: "invalid argument", 2: "unsupported", 3: "CUDA error"}
+#: replayssm_status of an error of the CUDA runtime; any other but 0 is the caller's to put right.
 CUDA_ERROR = 3
 
 DTYPE_CODES = {name: code for code, name in enumerate(DTYPE_BYTES, start=1)}

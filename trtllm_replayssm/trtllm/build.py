@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, plugins
-from ..build.directory import WHAT, is_engine_directory
+from ..build.directory import CONFIG_FILE, ENGINE_FILE, ENGINE_KEY, WHAT, is_engine_directory
 from ..directories import check_target, sha256_of, written_directory
 from ..errors import require
 from ..models.checkpoint import TEXT_FILES, WEIGHTS_FILE, read_checkpoint
@@ -27,9 +27,6 @@ from ..spec import MAX_WINDOW, require_bool, require_choice, require_int
 from . import budget, requirement
 from .network_ops import require_supported
 
-ENGINE_FILE = "rank0.engine"
-ENGINE_KEY = "replayssm_engine"
-_CONFIG_FILE = "config.json"
 _LIMIT = 1 << 24
 
 
@@ -131,7 +128,7 @@ def library_facts() -> dict[str, str]:
 def _pretrained_config(checkpoint: Path, config: HybridConfig, stored_window: int, chosen: BuildOptions) -> Any:
     """tensorrt_llm's config of the checkpoint. Another window than the stored one gets pools of its own size."""
     pretrained = requirement.module("models.modeling_utils").PretrainedConfig.from_json_file(
-        str(checkpoint / _CONFIG_FILE)
+        str(checkpoint / CONFIG_FILE)
     )
     pretrained.logits_dtype = chosen.logits_dtype
     if chosen.window is not None and chosen.window != stored_window:
@@ -188,13 +185,13 @@ def _record(part: Path, checkpoint: Path, config: HybridConfig, pretrained: Any)
         "tensorrt_llm": str(requirement.tensorrt_llm().__version__),
         "tensorrt": str(requirement.tensorrt().__version__),
         "library": library_facts(),
-        "checkpoint_config_sha256": sha256_of(checkpoint / _CONFIG_FILE),
+        "checkpoint_config_sha256": sha256_of(checkpoint / CONFIG_FILE),
         "family": config.family,
         "dtype": config.dtype,
         "window": window,
         "pools": dataclasses.asdict(pools),
     }
-    file = part / _CONFIG_FILE
+    file = part / CONFIG_FILE
     data = json.loads(file.read_text(encoding="utf-8"))
     data[ENGINE_KEY] = recorded
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

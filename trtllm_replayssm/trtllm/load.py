@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
+from ..build.directory import CONFIG_FILE, ENGINE_FILE, ENGINE_KEY
 from ..errors import ReplayError, require
 from ..models.checkpoint import read_replayssm
 from ..models.fields import read_json
 from . import budget, requirement
-from .build import ENGINE_FILE, ENGINE_KEY, library_facts
+from .build import library_facts
 
 _SINGLE_PROCESS = "TLLM_WORKER_USE_SINGLE_PROCESS"
 #: Options of TensorRT-LLM's loaders that recurrent layers rule out, and the only value that is taken.
@@ -47,8 +48,8 @@ def check_engine(engine_dir: str | os.PathLike[str]) -> dict[str, Any]:
         UserWarning: the library has the version that the engine was built with but other bytes.
     """
     path = Path(engine_dir)
-    file = path / "config.json"
-    require(file.is_file(), f"{path} is no engine directory: it has no config.json")
+    file = path / CONFIG_FILE
+    require(file.is_file(), f"{path} is no engine directory: it has no {CONFIG_FILE}")
     require((path / ENGINE_FILE).is_file(), f"{path} is no engine directory: it has no {ENGINE_FILE}")
     data = read_json(file)
     pretrained, recorded = data.get("pretrained_config"), data.get(ENGINE_KEY)

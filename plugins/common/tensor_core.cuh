@@ -1,12 +1,12 @@
-//! The warp and warpgroup instructions of the tensor-core scan: 16-bit matrix fragments, bf16 products with fp32 sums,
-//! splits of fp32 into bf16 terms. Fragment names as in the PTX manual: lane = 4 g + q.
+//! Warp and warpgroup instructions of the kernels that use tensor cores: 16-bit matrix fragments, bf16 products with
+//! fp32 sums, splits of fp32 into bf16 terms. Fragment names as in the PTX manual: lane = 4 g + q.
 //!
 //!   A (16 x 16)  a0 (g, 2q..)  a1 (g+8, 2q..)  a2 (g, 2q+8..)  a3 (g+8, 2q+8..)    two bf16 a register, low first
 //!   B (16 x 8)   b0 (2q.., g)  b1 (2q+8.., g)                D (16 x 8)   d0 d1 (g, 2q..)  d2 d3 (g+8, 2q..)
 //! A warpgroup's 64-row product has the same fragments, 16 rows a warp.
 #pragma once
 
-#include "../common/async_copy.cuh"
+#include "async_copy.cuh"
 
 namespace replayssm {
 

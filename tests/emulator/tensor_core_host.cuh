@@ -1,9 +1,9 @@
-//! In the place of those functions of mamba2_replay/scan_mma_ptx.cuh that are PTX; the others are the kernel's own.
+//! In the place of those functions of common/tensor_core.cuh that are PTX; the others are the kernel's own.
 //! What the instructions do is written from the PTX manual: fragments (lane = 4 g + q), descriptors and swizzles.
 //! Products are summed exactly and truncated to fp32 once an instruction, as tensor cores do to about this precision.
 #pragma once
 
-#include "../common/async_copy.cuh"
+#include "async_copy.cuh"
 
 namespace replayssm {
 
