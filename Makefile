@@ -1,12 +1,13 @@
 # make demo   sets everything up on a fresh machine, converts the trained example model and decodes with it
 # make test   sets everything up and runs the tests (no GPU needed)
-# make lint   ruff and mypy            make lib   builds the CUDA library (CUDA_ARCHS="80 90", JOBS=8), no GPU needed
+# make lint   ruff, mypy, clang-format            make lib   builds the CUDA library (CUDA_ARCHS="80 90", JOBS=8), no GPU needed
 # make wheel  the library for all GPUs of a release (or CUDA_ARCHS), then a wheel that carries it, in dist/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 CUDA_ARCHS ?= 90
+CXX_FILES = $(wildcard $(foreach dir,plugins/* tests/emulator tests/driver,$(foreach ext,h cuh cu cpp,$(dir)/*.$(ext))))
 # sm_80 A100, 89 L4 and L40S, 90 H100 and H200, 100 B200, 120 RTX Blackwell.
 RELEASE_ARCHS := 80 89 90 100 120
 JOBS ?= 2
@@ -24,6 +25,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror --style=file:plugins/.clang-format $(CXX_FILES)
 
 # Without a CUDA toolkit the compiler comes from PyPI. The script compiles again what has changed.
 lib: $(VENV)/.made

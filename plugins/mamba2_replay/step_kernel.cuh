@@ -37,9 +37,9 @@ struct StepTraits {
     static constexpr int kThreadsPerRow = 8 / (kSplit * kRows); // threads of a block by headdim
     static constexpr int kStateRegisters = sizeof(StepTile<state_t, kDstate, kRows>) / 4;
     static constexpr int kRegisters = kDstate == 0 ? 112
-        : !kOneToken || kStateRegisters > 32      ? 128
-        : sizeof(state_t) == 2                    ? 80
-                                                  : 96;
+        : !kOneToken || kStateRegisters > 32       ? 128
+        : sizeof(state_t) == 2                     ? 80
+                                                   : 96;
     static constexpr int kFoldUnroll = kOneToken && sizeof(state_t) == 4 ? 2 : 1; // ring rows; more would spill
 };
 

@@ -166,13 +166,12 @@ struct CommittedRows {
     const float* B;
     int row_bytes, n_pad;
 
-    __device__ __forceinline__ CommittedRows(
-        const Mamba2StepParams& p, const char* smem, const StepBlock& b, int k)
+    __device__ __forceinline__ CommittedRows(const Mamba2StepParams& p, const char* smem, const StepBlock& b, int k)
         : fold(reinterpret_cast<const float2*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens)),
           x(smem + p.shared.x + (k & 1) * p.shared.buffer_bytes + b.tokens * p.shared.row_bytes +
               (b.thread >> 3) * kRows * static_cast<int>(sizeof(act_t))),
-          B(reinterpret_cast<const float*>(smem + p.shared.ring_B)),
-          row_bytes(p.shared.row_bytes), n_pad(p.shared.n_pad) {}
+          B(reinterpret_cast<const float*>(smem + p.shared.ring_B)), row_bytes(p.shared.row_bytes),
+          n_pad(p.shared.n_pad) {}
 
     __device__ __forceinline__ FoldRow next(float (&dtx)[kRows]) {
         const float2 step = *fold++;
@@ -206,8 +205,7 @@ __device__ __forceinline__ void write_outputs(float (&part)[Tile::kRows * kToken
     constexpr int kRows = Tile::kRows;
     const int lane = b.thread & 7, first = (b.thread >> 3) * kRows, tokens = kOneToken ? 1 : b.tokens;
     const int stride = kOneToken ? 1 : p.shared.coef_stride;
-    const float* coef =
-        reinterpret_cast<const float*>(smem + p.shared.coef) + k * p.shared.coef_rows * stride + t0;
+    const float* coef = reinterpret_cast<const float*>(smem + p.shared.coef) + k * p.shared.coef_rows * stride + t0;
     const float* BC = reinterpret_cast<const float*>(smem + p.shared.BC);
     const float* decay = reinterpret_cast<const float*>(smem + p.shared.decay) + k * stride + t0;
     const char* x = smem + p.shared.x + (k & 1) * p.shared.buffer_bytes;

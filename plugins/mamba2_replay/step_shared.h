@@ -21,7 +21,7 @@ constexpr int kStepBlockBytes = 80;
 struct StepShared {
     uint32_t state = 0; // state_t [P, N], where a block has whole heads
     uint32_t x = 0; // act_t [buffers][rows_cap + T] rows: the step's tokens, committed ring rows oldest first; then z
-    uint32_t B = 0;       // fp32 [T, generic form only][n_pad]
+    uint32_t B = 0; // fp32 [T, generic form only][n_pad]
     uint32_t ring_B = 0;  // fp32 [rows_cap - T][n_pad], right behind
     uint32_t C = 0;       // fp32 [T][n_pad]; bf16 where tensor cores make S C, rows tensor_c_bytes apart
     uint32_t BC = 0;      // fp32 [T][rows_cap]: B_r . C_t

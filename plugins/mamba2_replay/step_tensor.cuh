@@ -29,8 +29,7 @@ struct TensorRows {
         }
     }
 
-    static __device__ __forceinline__ const act_t* token_row(
-        const StepTensor& tensor, const StepBlock& b, int token) {
+    static __device__ __forceinline__ const act_t* token_row(const StepTensor& tensor, const StepBlock& b, int token) {
         return static_cast<const act_t*>(tensor.data) + b.row * tensor.row + b.group * tensor.head +
             token * tensor.token;
     }
@@ -71,8 +70,8 @@ struct TensorRows {
         constexpr int kPieces = Tile::kDstate / 8;
         for (int i = threadIdx.x; i < b.tokens * kPieces; i += blockDim.x) {
             const int token = i / kPieces, n = i % kPieces * 8;
-            copy_piece<16>(smem + p.shared.C + token * tensor_c_bytes(Tile::kDstate) + n * 2,
-                token_row(p.in.C, b, token) + n);
+            copy_piece<16>(
+                smem + p.shared.C + token * tensor_c_bytes(Tile::kDstate) + n * 2, token_row(p.in.C, b, token) + n);
         }
     }
 

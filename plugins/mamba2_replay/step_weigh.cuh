@@ -49,8 +49,7 @@ __device__ __forceinline__ void put_weight(
     const int group = batch * (kWarp / kWeightRows) + lane / kWeightRows;
     const uint32_t offset = (group * s.coef_stride + t) * kWeightBytes;
     if (offset >= s.weight_bytes) return; // a group of 16 that no slot fills
-    __nv_bfloat16* at =
-        reinterpret_cast<__nv_bfloat16*>(weights + offset + (lane & 7) * 8 + (lane >> 3 & 1) * 2);
+    __nv_bfloat16* at = reinterpret_cast<__nv_bfloat16*>(weights + offset + (lane & 7) * 8 + (lane >> 3 & 1) * 2);
     const __nv_bfloat16 first = __float2bfloat16_rn(value);
     at[0] = first;
     at[2] = __float2bfloat16_rn(value - __bfloat162float(first));

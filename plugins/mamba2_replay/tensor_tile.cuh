@@ -54,8 +54,8 @@ __device__ __forceinline__ void tile_terms(
 
 //! sums[pair of rows][four tokens] += S C of four tokens each; C: token 0's row, bf16 in shared memory.
 template <class Tile, int kFours>
-__device__ __forceinline__ void tensor_products(const Tile& tile, const char* C, int c_bytes, const TensorLane& lane,
-    float (&sums)[Tile::kRows / 2][kFours][4]) {
+__device__ __forceinline__ void tensor_products(
+    const Tile& tile, const char* C, int c_bytes, const TensorLane& lane, float (&sums)[Tile::kRows / 2][kFours][4]) {
     constexpr int kPairs = Tile::kRows / 2, kParts = Tile::kVec / 4;
     constexpr int kTerms = sizeof(typename Tile::state_t) == 2 ? 1 : 2;
     static_assert(Tile::kDstate % Tile::kChunk == 0, "whole chunks");

@@ -146,9 +146,8 @@ void walk_v2(Checks& check, const Case& c, void* object, const char* name_space)
     });
     walk_rowless(check, c, [&](const Case& shapes, Rows& rows) {
         const auto in_shapes = descs_of<T>(shapes.inputs, true), out_shapes = descs_of<T>(shapes.outputs, true);
-        return attached->enqueue(
-            in_shapes.data(), out_shapes.data(), rows.inputs.data(), rows.outputs.data(), rows.workspace.data(),
-            nullptr);
+        return attached->enqueue(in_shapes.data(), out_shapes.data(), rows.inputs.data(), rows.outputs.data(),
+            rows.workspace.data(), nullptr);
     });
     const auto narrow_run = descs_of<T>(narrow(c).inputs, true);
     Rows rows(c);

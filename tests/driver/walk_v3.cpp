@@ -210,9 +210,8 @@ void walk_v3(Checks& check, const Case& c, void* object, const char* name_space)
     });
     walk_rowless(check, c, [&](const Case& shapes, Rows& rows) {
         const auto in_shapes = descs_of<Trt10>(shapes.inputs, true), out_shapes = descs_of<Trt10>(shapes.outputs, true);
-        return runtime->enqueue(
-            in_shapes.data(), out_shapes.data(), rows.inputs.data(), rows.outputs.data(), rows.workspace.data(),
-            nullptr);
+        return runtime->enqueue(in_shapes.data(), out_shapes.data(), rows.inputs.data(), rows.outputs.data(),
+            rows.workspace.data(), nullptr);
     });
     delete attached;
 }

@@ -28,8 +28,8 @@ inline DeviceLimits device_limits() {
 }
 
 template <auto kKernel, class Params>
-void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t, const Params& params,
-    bool = false) {
+void launch(
+    const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t, const Params& params, bool = false) {
     static int launches = 0;
     const int number = launches++;
     if (shared_bytes > kLaunchSharedBytes)

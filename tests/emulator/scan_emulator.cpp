@@ -105,8 +105,7 @@ private:
     void pad(int sequence);
 };
 
-Case::Case(const Options& o)
-    : options(o), channels(o.heads * o.headdim + kGap), columns(o.groups * o.dstate + kGap) {
+Case::Case(const Options& o) : options(o), channels(o.heads * o.headdim + kGap), columns(o.groups * o.dstate + kGap) {
     for (int length : o.lengths)
         starts.push_back(starts.back() + length);
     x = activations(o.heads * o.headdim);

@@ -86,8 +86,7 @@ public:
 
     void allocate(int64_t slots, int64_t slot_bytes, int64_t stride) {
         slots_ = slots, slot_bytes_ = slot_bytes, stride_ = stride, size_ = slots * stride;
-        void* made =
-            mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* made = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (made == MAP_FAILED) refuse("no room for the slots");
         base_ = static_cast<char*>(made);
         for (int64_t i = 0; i < slots; ++i)
@@ -365,8 +364,8 @@ void compare_cursors(const Case& c, const char* before, const char* after, int r
     const int history = c.flush(row) ? 0 : c.committed(row);
     for (int i = 0; i < c.options.heads * kCursorCopies; ++i) {
         const Cursor& k = reinterpret_cast<const Cursor*>(after + c.pool.cursor)[i];
-        out.cursors += k.origin != origin || k.history != history || k.pending != c.options.tokens ||
-            k.limit != c.options.window;
+        out.cursors +=
+            k.origin != origin || k.history != history || k.pending != c.options.tokens || k.limit != c.options.window;
     }
 }
 
@@ -395,8 +394,7 @@ int count_touched(const Case& c, const std::vector<char>& before) {
     for (int row = 0; row < c.rows(); ++row) {
         if (c.slots[row] >= 0) {
             named[c.slots[row]] = true;
-            touched += count_overwritten(
-                c, before.data() + c.memory.slot_bytes() * c.slots[row], c.slot(row), row);
+            touched += count_overwritten(c, before.data() + c.memory.slot_bytes() * c.slots[row], c.slot(row), row);
         }
         const size_t per_row = c.y.size() / c.rows();
         for (size_t i = 0; c.slots[row] < 0 && i < per_row; ++i)
