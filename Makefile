@@ -25,7 +25,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror --style=file:plugins/.clang-format $(CXX_FILES)
+	@$(BIN)/clang-format --dry-run -Werror --style=file:plugins/.clang-format $(CXX_FILES)
 
 # Without a CUDA toolkit the compiler comes from PyPI. The script compiles again what has changed.
 lib: $(VENV)/.made
