@@ -129,20 +129,11 @@ int32_t replayssm_mamba2_step(const replayssm_mamba2_step_params* params, void* 
         const auto& p = checked(params);
         const replayssm_layout layout = slot_layout(p.spec);
         require_kernel_spec(p.spec);
-        require_range("rows", p.rows, 0, kMaxGridRows);
-        require_range("tokens", p.tokens, 1, p.spec.spec_len);
-        if (p.rows == 0) return;
-        require_index("slots", p.slots, false);
-        require_index("accepted", p.accepted, true);
         Mamba2StepParams step;
+        if (!fill_step(step, p, layout)) return;
         step.pool = make_slots(p.pool, layout);
         step.shape = make_shape(p.spec);
         step.in = step_inputs(p);
-        step.slots = p.slots;
-        step.accepted = p.accepted;
-        step.rows = p.rows;
-        step.tokens = p.tokens;
-        step.committed_cap = static_cast<int>(layout.ring_rows) - p.spec.spec_len;
         const Mamba2StepTuning tuning{p.tuning.heads_per_block, p.tuning.flags};
         launch_mamba2_step(step, p.spec.state_dtype, p.spec.act_dtype, tuning, static_cast<cudaStream_t>(stream));
     });
@@ -153,13 +144,8 @@ int32_t replayssm_mamba2_scan(const replayssm_mamba2_scan_params* params, void* 
         const auto& p = checked(params);
         const replayssm_layout layout = slot_layout(p.spec);
         require_kernel_spec(p.spec);
-        require_range("sequences", p.sequences, 0, kMaxGridRows);
-        require_range("exact", p.exact, 0, 1);
-        require_range("tokens", p.tokens, 0, INT32_MAX);
-        if (p.sequences == 0) return;
-        require_index("slots", p.slots, false);
-        require_index("cu_seqlens", p.cu_seqlens, false);
         Mamba2ScanParams scan;
+        if (!fill_scan(scan, p)) return;
         scan.pool = make_slots(p.pool, layout);
         scan.shape = make_shape(p.spec);
         if (p.tokens > 0) {
@@ -171,11 +157,6 @@ int32_t replayssm_mamba2_scan(const replayssm_mamba2_scan_params* params, void* 
         for (replayssm_tensor* tensor : {&scan.in.x, &scan.in.dt, &scan.in.B, &scan.in.C, &scan.in.z, &scan.in.y}) {
             *tensor = one_row(*tensor);
         }
-        scan.slots = p.slots;
-        scan.cu_seqlens = p.cu_seqlens;
-        scan.has_initial = p.has_initial;
-        scan.sequences = p.sequences;
-        scan.exact = p.exact != 0;
         launch_mamba2_scan(scan, p.spec.state_dtype, p.spec.act_dtype, static_cast<cudaStream_t>(stream));
     });
 }

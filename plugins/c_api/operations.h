@@ -40,6 +40,39 @@ inline replayssm_tensor one_row(replayssm_tensor tensor) {
     return tensor;
 }
 
+//! Checks what every recurrent step is told about its rows and fills those members of `step`; false: there is no row.
+template <typename Step, typename Params>
+bool fill_step(Step& step, const Params& p, const replayssm_layout& layout) {
+    require_range("rows", p.rows, 0, kMaxGridRows);
+    require_range("tokens", p.tokens, 1, p.spec.spec_len);
+    if (p.rows == 0) return false;
+    require_index("slots", p.slots, false);
+    require_index("accepted", p.accepted, true);
+    step.slots = p.slots;
+    step.accepted = p.accepted;
+    step.rows = p.rows;
+    step.tokens = p.tokens;
+    step.committed_cap = static_cast<int>(layout.ring_rows) - p.spec.spec_len;
+    return true;
+}
+
+//! The same of a scan about its sequences; false: there is no sequence.
+template <typename Scan, typename Params>
+bool fill_scan(Scan& scan, const Params& p) {
+    require_range("sequences", p.sequences, 0, kMaxGridRows);
+    require_range("exact", p.exact, 0, 1);
+    require_range("tokens", p.tokens, 0, INT32_MAX);
+    if (p.sequences == 0) return false;
+    require_index("slots", p.slots, false);
+    require_index("cu_seqlens", p.cu_seqlens, false);
+    scan.slots = p.slots;
+    scan.cu_seqlens = p.cu_seqlens;
+    scan.has_initial = p.has_initial;
+    scan.sequences = p.sequences;
+    scan.exact = p.exact != 0;
+    return true;
+}
+
 //! materialize of a GDN or KDA pool, its common checks (sizes, pairs, indices) done; gated_delta.cpp.
 void materialize_gated_delta(
     const replayssm_materialize_params& params, const replayssm_layout& layout, cudaStream_t stream);
