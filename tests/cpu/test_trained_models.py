@@ -31,7 +31,7 @@ LOGIT_TOLERANCE = 5e-4
 SAME_TEXT_BITS = 1e-3
 OTHER_TEXT_SHARE = 0.15
 #: Untrained: 8. One byte predicted from the two before it: about 3.
-MAX_BITS = 1.6
+MAX_BITS = 1.1
 KIMI_DELTA = {"A_log", "dt_bias", "o_norm.weight"} | {
     f"{part}.weight"
     for part in (
