@@ -179,9 +179,11 @@ def _cast(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x.to(DTYPES[layer.to_type.name])
 
 
-def _shuffle(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def _shuffle(layer: Any, x: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
     x = x.permute(*list(layer.first_transpose)[: x.dim()])
-    if layer.reshape_dims is not None:
+    if sizes is not None:
+        x = x.reshape(sizes.tolist())
+    elif layer.reshape_dims is not None:
         x = x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(layer.reshape_dims)])
     return x.permute(*list(layer.second_transpose)[: x.dim()])
 

@@ -23,7 +23,7 @@ import numpy as np
 from .tensorrt_io import BOUND, ROWS, SLOTS, TOKENS
 from .tensorrt_layers import Layers, Node
 
-#: Place of a key that no query sees, and the score of such a pair; exp of it is 0 and no sum of it overflows.
+#: Place of a key that no query sees, and what the score of such a pair gets; exp of it is 0 and no sum of it overflows.
 _HIDDEN = 1 << 30
 _HIDDEN_SCORE = -1e30
 
@@ -96,22 +96,19 @@ class Attention:
         split = layers.reshape(q, (0, 0, heads, queries_per_key, size), then=(0, 2, 1, 3, 4))
         rows = layers.cast(layers.reshape(split, (0, 0, -1, size)), "float32")  # [B, kv_heads, S*R, head_dim]
         rows = layers.binary("PROD", rows, layers.floats([[[[scale]]]]))
-        scores = layers.matmul(rows, keys, transpose_b=True)
-        fill = layers.floats([[[[_HIDDEN_SCORE]]]])
-        scores = layers.select(self._hidden(queries_per_key), fill, scores)
-        out = layers.matmul(layers.softmax(scores, 3), values)
+        scores = layers.binary("SUM", layers.matmul(rows, keys, transpose_b=True), self._hidden(queries_per_key))
+        out = layers.cast(layers.matmul(layers.softmax(scores, 3), values), q.dtype)
         split = layers.reshape(out, (0, 0, -1, queries_per_key, size), then=(0, 2, 1, 3, 4))
-        joined = layers.cast(layers.reshape(split, (0, 0, heads * queries_per_key * size)), q.dtype)
-        nothing = layers.cast(layers.floats([[[0.0]]]), q.dtype)
-        return layers.select(self._live, joined, nothing)
+        joined = layers.reshape(split, (0, 0, heads * queries_per_key * size))
+        return layers.select(self._live, joined, layers.cast(layers.floats([[[0.0]]]), q.dtype))
 
     def _kept(self, flat: Node, part: int, tokens: Node, shape: KVShape) -> Node:
         """Keys or values fp32 [B, kv_heads, N, head_dim]: cached ones from ``flat`` [rows, head_dim], then the new."""
         layers = self._layers
-        cached = layers.cast(layers.gather(flat, self._address(shape, part), 0), "float32")
-        cached = layers.select(self._seen, cached, layers.floats([[[[0.0]]]]))
+        cached = layers.gather(flat, self._address(shape, part), 0)
+        cached = layers.select(self._seen, cached, layers.cast(layers.floats([[[[0.0]]]]), cached.dtype))
         new = layers.reshape(tokens, (0, 0, shape.heads, shape.head_dim), then=(0, 2, 1, 3))
-        return layers.concat([cached, layers.cast(new, "float32")], 2)
+        return layers.cast(layers.concat([cached, new], 2), "float32")
 
     def _address(self, shape: KVShape, part: int) -> Node:
         """Rows of the flat cache that hold one part of the cached positions: int32 [B, kv_heads, bound]."""
@@ -127,10 +124,11 @@ class Attention:
         return self._addresses[key]
 
     def _hidden(self, queries_per_key: int) -> Node:
-        """Pairs that do not see each other: bool [B, 1, S*R, N]."""
+        """What is added to the score of a pair, fp32 [B, 1, S*R, N]: 0, or _HIDDEN_SCORE where it must not count."""
         if queries_per_key not in self._hidden_pairs:
             layers = self._layers
             copies = layers.binary("SUM", self._token, layers.integers(np.zeros((1, queries_per_key), np.int32)))
             query = layers.reshape(copies, (1, 1, -1, 1))
-            self._hidden_pairs[queries_per_key] = layers.binary("GREATER", self._places, query)
+            hidden = layers.cast(layers.binary("GREATER", self._places, query), "float32")
+            self._hidden_pairs[queries_per_key] = layers.binary("PROD", hidden, layers.floats([[[[_HIDDEN_SCORE]]]]))
         return self._hidden_pairs[queries_per_key]

@@ -1,8 +1,10 @@
 """Layers: the network layers that models need, typed and named, whatever the TensorRT.
 
 A Node is an ITensor with the dtype that we mean it to have. Strongly typed networks derive the same dtypes by
-themselves. In the others every fp32 layer is told its precision and output type; fp16 layers are not, so that TensorRT
-may compute them in fp32 where it has no fp16 kernel: the fewer it is told, the fewer fusions it has to refuse.
+themselves. In the others every layer that computes in fp32 is told its precision and output type. fp16 layers are not,
+so that TensorRT may compute them in fp32 where it has no fp16 kernel; nor are layers that only move data, since
+TensorRT 8.6 moves all data of a fused group in one type and refuses the group where one of them asks for another
+(`verify_output_type`). Operations therefore move data before they widen it and after they round it.
 """
 
 from __future__ import annotations
@@ -156,7 +158,7 @@ class Layers:
         """``then`` where ``condition`` holds; all of one rank, broadcast over axes of length 1."""
         assert condition.dtype == "bool" and then.dtype == otherwise.dtype, (condition.dtype, then, otherwise)
         layer = self.network.add_select(condition.tensor, then.tensor, otherwise.tensor)
-        return self._done(layer, then.dtype, "select")
+        return self._done(layer, then.dtype, "select", typed=False)
 
     def cast(self, x: Node, dtype: str) -> Node:
         """``x`` in another dtype; itself where it has that already."""
@@ -173,27 +175,33 @@ class Layers:
             layer.reshape_dims = tuple(dims)
         if then is not None:
             layer.second_transpose = tuple(then)
-        return self._done(layer, x.dtype, "view")
+        return self._done(layer, x.dtype, "view", typed=False)
+
+    def reshape_to(self, x: Node, sizes: Node) -> Node:
+        """View with the sizes that the shape tensor ``sizes`` holds."""
+        layer = self.network.add_shuffle(x.tensor)
+        layer.set_input(1, sizes.tensor)
+        return self._done(layer, x.dtype, "view", typed=False)
 
     def concat(self, parts: Sequence[Node], axis: int) -> Node:
         """Tensors of one dtype behind each other."""
         assert len({part.dtype for part in parts}) == 1, [part.dtype for part in parts]
         layer = self.network.add_concatenation([part.tensor for part in parts])
         layer.axis = axis
-        return self._done(layer, parts[0].dtype, "concat")
+        return self._done(layer, parts[0].dtype, "concat", typed=False)
 
     def gather(self, data: Node, indices: Node, axis: int, *, batch_axes: int = 0) -> Node:
         """Slices of ``data`` along ``axis`` at ``indices``; the first ``batch_axes`` (0 or 1) axes run along."""
         layer = self.network.add_gather(data.tensor, indices.tensor, axis)
         layer.num_elementwise_dims = batch_axes
-        return self._done(layer, data.dtype, "gather")
+        return self._done(layer, data.dtype, "gather", typed=False)
 
     def slice(self, x: Node, sizes: Node, start: Sequence[int]) -> Node:
         """The part of ``x`` that begins at ``start``; ``sizes`` is a shape tensor."""
         rank = len(start)
         layer = self.network.add_slice(x.tensor, tuple(start), (1,) * rank, (1,) * rank)
         layer.set_input(2, sizes.tensor)
-        return self._done(layer, x.dtype, "slice")
+        return self._done(layer, x.dtype, "slice", typed=False)
 
     def shape_of(self, x: Node) -> Node:
         """The shape tensor of ``x``: int64, int32 before TensorRT 10.

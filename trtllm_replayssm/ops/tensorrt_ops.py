@@ -97,39 +97,44 @@ class TensorRTOps(Ops[View]):
         return View.whole(layers.cast(y, dtype), rows)
 
     def rms_norm(self, x: View, weight: str, eps: float, *, group_size: int | None = None) -> View:
-        normalised = self._normalised(x, weight, eps, group_size or x.width)
-        return View.whole(self.layers.cast(normalised, self.options.dtype), x.width)
+        return self._flat(self._normalised(x, weight, eps, group_size or x.width), x.width)
 
     def rms_norm_gated(
         self, x: View, gate: View, weight: str, eps: float, *, group_size: int, activation: str = "silu"
     ) -> View:
         require_choice("activation", activation, ("silu", "sigmoid"))
         normalised = self._normalised(x, weight, eps, group_size)
-        gated = self.layers.binary("PROD", normalised, self._gate(gate, activation))
-        return View.whole(self.layers.cast(gated, self.options.dtype), x.width)
+        factor = self._gate(self._grouped(gate, group_size), activation)
+        return self._flat(self.layers.binary("PROD", normalised, factor), x.width)
 
     def _normalised(self, x: View, weight: str, eps: float, group_size: int) -> Node:
-        """rms_norm before rounding, fp32 [B, S, F]."""
+        """rms_norm before rounding, fp32 [B, S, groups, group_size]."""
         self._enter(weight)
-        layers, groups = self.layers, x.width // group_size
-        wide = layers.cast(self._slicer.node(x), "float32")
-        wide = layers.reshape(wide, (0, 0, groups, group_size))
+        layers = self.layers
+        wide = layers.cast(self._grouped(x, group_size), "float32")
         mean = layers.mean(layers.binary("PROD", wide, wide), 3)
         root = layers.unary("SQRT", layers.binary("SUM", mean, layers.floats([[[[eps]]]])))
         (size,) = self.host_weight(weight).shape
         scale = self._constant(weight, "float32", (1, 1, size // group_size, group_size))
-        scaled = layers.binary("PROD", layers.binary("PROD", wide, layers.unary("RECIP", root)), scale)
-        return layers.reshape(scaled, (0, 0, x.width))
+        return layers.binary("PROD", layers.binary("PROD", wide, layers.unary("RECIP", root)), scale)
 
-    def _gate(self, gate: View, activation: str) -> Node:
+    def _grouped(self, x: View, group_size: int) -> Node:
+        """[B, S, groups, group_size] in x's dtype."""
+        return self.layers.reshape(self._slicer.node(x), (0, 0, x.width // group_size, group_size))
+
+    def _flat(self, x: Node, width: int) -> View:
+        """[B, S, groups, group_size] rounded to the model's dtype, as [B, S, width]."""
+        return View.whole(self.layers.reshape(self.layers.cast(x, self.options.dtype), (0, 0, width)), width)
+
+    def _gate(self, gate: Node, activation: str) -> Node:
         """silu or sigmoid of ``gate`` in fp32."""
-        wide = self.layers.cast(self._slicer.node(gate), "float32")
+        wide = self.layers.cast(gate, "float32")
         sigmoid = self.layers.activation("SIGMOID", wide)
         return sigmoid if activation == "sigmoid" else self.layers.binary("PROD", wide, sigmoid)
 
     def _gated(self, gate: View, x: View, activation: str) -> View:
         product = self.layers.binary(
-            "PROD", self._gate(gate, activation), self.layers.cast(self._slicer.node(x), "float32")
+            "PROD", self._gate(self._slicer.node(gate), activation), self.layers.cast(self._slicer.node(x), "float32")
         )
         return View.whole(self.layers.cast(product, self.options.dtype), x.width)
 
@@ -261,24 +266,29 @@ class TensorRTOps(Ops[View]):
         layers, dtype, heads = self.layers, self.options.dtype, self.config.num_attention_heads
         own, rank, kept_dim = self.config.head_dim - shared.width, latent.width, latent.width + shared.width
         up = self.host_weight(kv_up).to_float32().reshape(heads, -1, rank)
-        into = np.zeros((1, heads, own + shared.width, kept_dim), np.float32)
-        into[0, :, :own, :rank] = up[:, :own]
-        into[0, :, own:, rank:] = np.eye(shared.width)
-        out_of = np.zeros((1, heads, kept_dim, up.shape[1] - own), np.float32)
-        out_of[0, :, :rank] = up[:, own:].transpose(0, 2, 1)
+        into = np.zeros((heads, own + shared.width, kept_dim), np.float32)
+        into[:, :own, :rank] = up[:, :own]
+        into[:, own:, rank:] = np.eye(shared.width)
+        out_of = np.zeros((heads, kept_dim, up.shape[1] - own), np.float32)
+        out_of[:, :rank] = up[:, own:].transpose(0, 2, 1)
         matrices = []
         for label, matrix in (("queries", into), ("values", out_of)):
             matrices.append(layers.weight(f"{kv_up}.{label}", HostWeight(matrix, "float32").cast(dtype)))
-        split = layers.reshape(self._slicer.node(q), (0, 0, heads, self.config.head_dim), then=(0, 2, 1, 3))
-        absorbed = layers.reshape(layers.matmul(split, matrices[0]), then=(0, 2, 1, 3))
-        absorbed = layers.reshape(absorbed, (0, 0, heads * kept_dim))
+        queries = self._per_head(self._slicer.node(q), matrices[0], into.shape)
         kept = layers.concat([self._slicer.node(latent), self._slicer.node(shared)], 2)
-        queries, tokens = View.whole(absorbed, heads * kept_dim), View.whole(kept, kept_dim)
-        mixed = self._attend(layer, queries, [tokens], KVShape(1, 1, kept_dim), heads, scale)
-        split = layers.reshape(mixed.node, (0, 0, heads, kept_dim), then=(0, 2, 1, 3))
-        values = layers.reshape(layers.matmul(split, matrices[1]), then=(0, 2, 1, 3))
-        width = heads * out_of.shape[3]
-        return View.whole(layers.reshape(values, (0, 0, width)), width)
+        mixed = self._attend(layer, queries, [View.whole(kept, kept_dim)], KVShape(1, 1, kept_dim), heads, scale)
+        return self._per_head(mixed.node, matrices[1], out_of.shape)
+
+    def _per_head(self, x: Node, matrices: Node, shape: tuple[int, ...]) -> View:
+        """Every head's features times the head's own matrix: x [B, S, H*m], matrices [H, m, n] -> [B, S, H*n].
+
+        One product of [H, B*S, m] and [H, m, n]: a matrix that is broadcast over rows as well as batched by heads is
+        slow in TensorRT 8.6, and cannot be captured in a CUDA graph.
+        """
+        layers, (heads, size, out) = self.layers, shape
+        product = layers.matmul(layers.reshape(x, (-1, heads, size), then=(1, 0, 2)), matrices)
+        rows = layers.reshape(product, then=(1, 0, 2))
+        return View.whole(layers.reshape_to(rows, self._slicer.sizes(heads * out)), heads * out)
 
     def _attend(
         self, layer: int, q: View, kept: Sequence[View], shape: KVShape, queries_per_key: int, scale: float

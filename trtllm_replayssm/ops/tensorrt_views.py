@@ -60,12 +60,12 @@ class Slicer:
             return view.node
         key = (id(view.node.tensor), view.offset, view.width)
         if key not in self._made:
-            made = self._layers.slice(view.node, self._shape(view.width), (0, 0, view.offset))
+            made = self._layers.slice(view.node, self.sizes(view.width), (0, 0, view.offset))
             # The parent's tensor is kept too, so that no other one gets its id.
             self._made[key] = (made, view.node)
         return self._made[key][0]
 
-    def _shape(self, width: int) -> Node:
+    def sizes(self, width: int) -> Node:
         """Shape tensor [3]: B, S, width."""
         if width not in self._sizes:
             if self._leading is None:
