@@ -1,6 +1,5 @@
 //! Step, scan and materialize of Gated DeltaNet (GDN) and Kimi Delta Attention (KDA): checks, then params.h structs,
 //! then launch.
-#include "../common/slot_layout.h"
 #include "../gated_delta_replay/params.h"
 #include "guard.h"
 #include "operations.h"
@@ -14,18 +13,7 @@ void require_kernel_spec(const replayssm_recurrence_spec& spec) {
         fail(REPLAYSSM_UNSUPPORTED, "spec.kind is ", spec.kind, "; this operation has gated_delta (",
             REPLAYSSM_GATED_DELTA, ") and kimi_delta (", REPLAYSSM_KIMI_DELTA, ")");
     }
-    for (auto [name, value] : {std::pair{"spec.headdim", spec.headdim}, std::pair{"spec.dstate", spec.dstate}}) {
-        if (value % 16 != 0) {
-            fail(REPLAYSSM_UNSUPPORTED, name, " is ", value, "; the kernels have multiples of 16 from 16 to ",
-                kMaxHeadDim);
-        }
-    }
-    if (spec.read_copy != REPLAYSSM_COPY_NONE) {
-        fail(REPLAYSSM_UNSUPPORTED, "spec.read_copy is ", spec.read_copy, "; the gated delta kernels have 0 (none)");
-    }
-    if (spec.act_dtype == REPLAYSSM_FLOAT64) {
-        fail(REPLAYSSM_UNSUPPORTED, "spec.act_dtype is float64; the kernels have bfloat16, float16 and float32");
-    }
+    require_kernel_sizes(spec, "gated delta");
     require_range("spec.gate_bounded", spec.gate_bounded, 0, 1);
     require_range("spec.qk_l2norm", spec.qk_l2norm, 0, 1);
     require(spec.gate_bounded == 0 || spec.kind == REPLAYSSM_KIMI_DELTA,
@@ -35,13 +23,7 @@ void require_kernel_spec(const replayssm_recurrence_spec& spec) {
 }
 
 GatedDeltaSlots make_slots(const replayssm_pool& pool, const replayssm_layout& layout) {
-    require_pool(pool, layout.slot_bytes);
-    GatedDeltaSlots slots;
-    slots.base = static_cast<char*>(pool.base);
-    slots.stride_bytes = pool.stride_bytes;
-    slots.slots = pool.slots;
-    slots.cursor = layout.regions[kCursor].offset;
-    slots.state = layout.regions[kState].offset;
+    auto slots = common_slots<GatedDeltaSlots>(pool, layout);
     slots.ring_k = layout.regions[kRingK].offset;
     slots.ring_k_rnorm = layout.regions[kRingKRnorm].offset;
     slots.ring_v = layout.regions[kRingV].offset;
@@ -49,19 +31,11 @@ GatedDeltaSlots make_slots(const replayssm_pool& pool, const replayssm_layout& l
     slots.ring_g = layout.regions[kRingG].offset;
     slots.ring_beta = layout.regions[kRingBeta].offset;
     slots.scalar_stride = static_cast<int>(layout.regions[kRingBeta].strides[0]);
-    slots.ring_rows = static_cast<int>(layout.ring_rows);
     return slots;
 }
 
 GatedDeltaShape make_shape(const replayssm_recurrence_spec& spec) {
-    GatedDeltaShape shape;
-    shape.nheads = spec.nheads;
-    shape.ngroups = spec.ngroups;
-    shape.heads_per_group = spec.nheads / spec.ngroups;
-    shape.headdim = spec.headdim;
-    shape.dstate = spec.dstate;
-    shape.window = spec.window;
-    shape.stagger = spec.stagger != 0;
+    auto shape = common_shape<GatedDeltaShape>(spec);
     shape.channel_gates = spec.kind == REPLAYSSM_KIMI_DELTA;
     shape.bounded = spec.gate_bounded != 0;
     shape.qk_l2norm = spec.qk_l2norm != 0;

@@ -1,6 +1,5 @@
 //! Mamba-2 step and scan, materialize and reset of every recurrent kind: checks, then params.h structs, then launch.
 #include "../common/reset.h"
-#include "../common/slot_layout.h"
 #include "../mamba2_replay/params.h"
 #include "guard.h"
 #include "operations.h"
@@ -14,47 +13,19 @@ void require_kernel_spec(const replayssm_recurrence_spec& spec) {
         fail(REPLAYSSM_UNSUPPORTED, "spec.kind is ", spec.kind, "; this operation of the library has mamba2 (",
             REPLAYSSM_MAMBA2, ")");
     }
-    for (auto [name, value] : {std::pair{"spec.headdim", spec.headdim}, std::pair{"spec.dstate", spec.dstate}}) {
-        if (value % 16 != 0) {
-            fail(REPLAYSSM_UNSUPPORTED, name, " is ", value, "; the kernels have multiples of 16 from 16 to ",
-                kMaxHeadDim);
-        }
-    }
-    if (spec.read_copy != REPLAYSSM_COPY_NONE) {
-        fail(REPLAYSSM_UNSUPPORTED, "spec.read_copy is ", spec.read_copy, "; the mamba2 kernels have 0 (none)");
-    }
-    if (spec.act_dtype == REPLAYSSM_FLOAT64) {
-        fail(REPLAYSSM_UNSUPPORTED, "spec.act_dtype is float64; the kernels have bfloat16, float16 and float32");
-    }
+    require_kernel_sizes(spec, "mamba2");
 }
 
 Mamba2Slots make_slots(const replayssm_pool& pool, const replayssm_layout& layout) {
-    require_pool(pool, layout.slot_bytes);
-    Mamba2Slots slots;
-    slots.base = static_cast<char*>(pool.base);
-    slots.stride_bytes = pool.stride_bytes;
-    slots.slots = pool.slots;
-    slots.cursor = layout.regions[kCursor].offset;
-    slots.state = layout.regions[kState].offset;
+    auto slots = common_slots<Mamba2Slots>(pool, layout);
     slots.ring_x = layout.regions[kRingX].offset;
     slots.ring_b = layout.regions[kRingB].offset;
     slots.ring_dt = layout.regions[kRingDt].offset;
     slots.ring_dt_stride = static_cast<int>(layout.regions[kRingDt].strides[0]);
-    slots.ring_rows = static_cast<int>(layout.ring_rows);
     return slots;
 }
 
-Mamba2Shape make_shape(const replayssm_recurrence_spec& spec) {
-    Mamba2Shape shape;
-    shape.nheads = spec.nheads;
-    shape.ngroups = spec.ngroups;
-    shape.heads_per_group = spec.nheads / spec.ngroups;
-    shape.headdim = spec.headdim;
-    shape.dstate = spec.dstate;
-    shape.window = spec.window;
-    shape.stagger = spec.stagger != 0;
-    return shape;
-}
+Mamba2Shape make_shape(const replayssm_recurrence_spec& spec) { return common_shape<Mamba2Shape>(spec); }
 
 void require_decay_rate(const replayssm_tensor& A) {
     require(A.data != nullptr, "A is NULL; it must be a device pointer");

@@ -2,9 +2,11 @@
 #pragma once
 
 #include "../common/checks.h"
+#include "../common/slot_layout.h"
 #include "../common/step_work.h"
 
 #include <cuda_runtime.h>
+#include <utility>
 
 namespace replayssm {
 
@@ -38,6 +40,50 @@ inline replayssm_tensor one_row(replayssm_tensor tensor) {
         tensor.strides[axis] = tensor.strides[axis - 1];
     tensor.strides[0] = 0;
     return tensor;
+}
+
+//! Refuses what no step and scan kernel has. `kernels`: their name in messages.
+inline void require_kernel_sizes(const replayssm_recurrence_spec& spec, const char* kernels) {
+    for (auto [name, value] : {std::pair{"spec.headdim", spec.headdim}, std::pair{"spec.dstate", spec.dstate}}) {
+        if (value % 16 != 0) {
+            fail(REPLAYSSM_UNSUPPORTED, name, " is ", value, "; the kernels have multiples of 16 from 16 to ",
+                kMaxHeadDim);
+        }
+    }
+    if (spec.read_copy != REPLAYSSM_COPY_NONE) {
+        fail(REPLAYSSM_UNSUPPORTED, "spec.read_copy is ", spec.read_copy, "; the ", kernels, " kernels have 0 (none)");
+    }
+    if (spec.act_dtype == REPLAYSSM_FLOAT64) {
+        fail(REPLAYSSM_UNSUPPORTED, "spec.act_dtype is float64; the kernels have bfloat16, float16 and float32");
+    }
+}
+
+//! What slots of every recurrent kind have; the rings are the caller's.
+template <typename Slots>
+Slots common_slots(const replayssm_pool& pool, const replayssm_layout& layout) {
+    require_pool(pool, layout.slot_bytes);
+    Slots slots;
+    slots.base = static_cast<char*>(pool.base);
+    slots.stride_bytes = pool.stride_bytes;
+    slots.slots = pool.slots;
+    slots.cursor = layout.regions[kCursor].offset;
+    slots.state = layout.regions[kState].offset;
+    slots.ring_rows = static_cast<int>(layout.ring_rows);
+    return slots;
+}
+
+//! What shapes of every recurrent kind have.
+template <typename Shape>
+Shape common_shape(const replayssm_recurrence_spec& spec) {
+    Shape shape;
+    shape.nheads = spec.nheads;
+    shape.ngroups = spec.ngroups;
+    shape.heads_per_group = spec.nheads / spec.ngroups;
+    shape.headdim = spec.headdim;
+    shape.dstate = spec.dstate;
+    shape.window = spec.window;
+    shape.stagger = spec.stagger != 0;
+    return shape;
 }
 
 //! Checks what every recurrent step is told about its rows and fills those members of `step`; false: there is no row.
