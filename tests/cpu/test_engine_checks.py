@@ -18,6 +18,7 @@ from trtllm_replayssm.runtime.torch_session import TorchSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 import check_model
+import wide_model
 
 STEPS, ROWS = 14, 8
 
@@ -141,3 +142,12 @@ def test_the_table_of_a_refused_capture(
     assert (
         "not captured: TensorRT refused to run the engine: TensorRT: [runner.cpp] not while" in capsys.readouterr().out
     )
+
+
+def test_the_wide_model_decodes_and_is_bound_by_its_states(tmp_path: Path) -> None:
+    wide_model.main([str(tmp_path / "wide"), "--layers", "1", "--hidden", "64"])
+    session = TorchSession(tmp_path / "wide", max_batch=1, max_positions=8)
+    seqs, logits = session.prefill([[1, 2, 3]])
+    assert torch.isfinite(logits).all() and logits.std() > 0.1
+    (state,) = session.recurrent_state(seqs[0]).values()
+    assert state.shape == (128, 64, 128) and state.dtype == torch.float32

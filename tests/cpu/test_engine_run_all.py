@@ -25,28 +25,36 @@ esac
 """
 
 
-def test_each_engine_is_built_and_checked_and_none_stops_the_others(tmp_path: Path) -> None:
+def run(tmp_path: Path, *parts: str, **settings: str) -> tuple[subprocess.CompletedProcess[str], list[str], list[str]]:
+    """What run_all.sh did, the commands that the stand-in got, and the lines of RESULTS.md."""
     python, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    settings = {"LOG": str(log), "BUILD_SECONDS": "1", "CHECK_OPTIONS": "--no-graphs", "BUILD_OPTIONS": "--verbose"}
     done = subprocess.run(
-        ["tests/engine/run_all.sh", str(python), str(tmp_path / "prepared"), str(out)],
+        ["tests/engine/run_all.sh", str(python), str(tmp_path / "prepared"), str(out), *parts],
         cwd=ROOT,
-        env={**os.environ, **settings, "TRTLLM_REPLAYSSM_CUDART": "none"},
+        env={**os.environ, **settings, "LOG": str(log), "TRTLLM_REPLAYSSM_CUDART": "none"},
         capture_output=True,
         text=True,
         timeout=60,
     )
+    called = log.read_text().splitlines() if log.exists() else []
+    return done, called, (out / "RESULTS.md").read_text().splitlines()
+
+
+def test_each_engine_is_built_and_checked_and_none_stops_the_others(tmp_path: Path) -> None:
+    done, called, results = run(tmp_path, BUILD_SECONDS="1", CHECK_OPTIONS="--no-graphs", BUILD_OPTIONS="--verbose")
     assert done.returncode == 1, done.stderr
-    called = log.read_text().splitlines()
     kinds = [next(word for word in ("plugins", " build ", "check_model", "bench") if word in call) for call in called]
     assert kinds == ["plugins", *[" build ", "check_model"] * 2, " build ", " build ", "bench"]
     assert "engines/float32-w16 " in called[2] and "engines/float32-w1 " in called[4]
     assert all(("--no-graphs" in call) == ("check_model" in call) for call in called)
     assert all(("--verbose" in call) == (" build " in call) for call in called)
-    results = (out / "RESULTS.md").read_text().splitlines()
-    assert results[0] == "plugins are equal" and results[-1] == "times" and "| graphs |" in results[1]
+    assert (
+        results[0] == "plugins are equal"
+        and results[-1] == "The model of the checks: times"
+        and "| graphs |" in results[1]
+    )
     assert results[3:-1] == [
         "| float32 | 16 | equal |",
         "| float32-w1 | | | | | not compared: exit code 3 | | | | | |",
@@ -54,3 +62,16 @@ def test_each_engine_is_built_and_checked_and_none_stops_the_others(tmp_path: Pa
         "| float16-w1 | | | | | no engine: exit code 2 | | | | | |",
     ]
     assert "no pair of float16 engines to time" in done.stdout
+    assert "wide-float32 is not there" in done.stdout
+
+
+def test_wide_engines_are_timed_where_both_are_built(tmp_path: Path) -> None:
+    for dtype in ("float32", "float16"):
+        (tmp_path / "prepared" / f"wide-{dtype}").mkdir(parents=True)
+    done, called, results = run(tmp_path, "wide", BUILD_SECONDS="1")
+    assert done.returncode == 1  # the stand-in builds no fp16 engine
+    assert [call.split()[0:3][-1] for call in called if " build " in call] == ["build"] * 4
+    assert all("/prepared/wide-float" in call for call in called[:2])
+    assert [call for call in called if "bench_step.py" in call] == [called[2]] and "wide-float32-w16 " in called[2]
+    assert results == ["A model bound by its states (wide_model.py): times"]
+    assert "no pair of wide-float16 engines to time" in done.stdout

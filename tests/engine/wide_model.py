@@ -1,4 +1,4 @@
-"""A model whose decode steps are bound by the recurrent state, for timing: random weights, layers of a large model's size.
+"""A model whose decode steps are bound by its recurrent states, for timing: random weights, layers of a large model.
 
     python tests/engine/wide_model.py OUT [--layers 4] [--hidden 512] [--dtype float32]
 
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from trtllm_replayssm.models.checkpoint import convert  # noqa: E402
+from trtllm_replayssm.models.checkpoint import convert
 
 HEADS, HEAD_DIM, STATE, GROUPS, KERNEL = 128, 64, 128, 8, 4
 VOCAB = 256
@@ -101,20 +101,20 @@ def weights(layers: int, hidden: int) -> dict[str, torch.Tensor]:
     return made
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Write the checkpoint directory OUT."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=4, help="mixers (%(default)s)")
     parser.add_argument("--hidden", type=int, default=512, help="width of the residual stream (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder)
         (source / "config.json").write_text(json.dumps(hf_config(args.layers, args.hidden)), encoding="utf-8")
         save_file(weights(args.layers, args.hidden), source / "model.safetensors", {"format": "pt"})
         summary = convert(source, args.out, dtype=args.dtype, overwrite=True)
-    print(f"{args.out}: {summary}")
+    print(f"{args.out}: {summary['layers']}, {summary['parameters']:,} parameters, {args.dtype}")
 
 
 if __name__ == "__main__":
