@@ -145,7 +145,7 @@ def test_the_table_of_a_refused_capture(
 
 
 def test_the_wide_model_decodes_and_is_bound_by_its_states(tmp_path: Path) -> None:
-    wide_model.main([str(tmp_path / "wide"), "--layers", "1", "--hidden", "64"])
+    wide_model.main([str(tmp_path / "wide"), "--layers", "1"])
     session = TorchSession(tmp_path / "wide", max_batch=1, max_positions=8)
     seqs, logits = session.prefill([[1, 2, 3]])
     assert torch.isfinite(logits).all() and logits.std() > 0.1

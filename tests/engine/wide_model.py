@@ -1,6 +1,6 @@
 """A model whose decode steps are bound by its recurrent states, for timing: random weights, layers of a large model.
 
-    python tests/engine/wide_model.py OUT [--layers 4] [--hidden 512] [--dtype float32]
+    python tests/engine/wide_model.py OUT [--layers 4] [--hidden 64] [--dtype float32]
 
 Mixers of Nemotron-3-Super's size (128 heads of 64 x 128, 8 groups: 4 MiB of fp32 state a sequence and layer), one
 attention layer, and a narrow residual stream, so that the matrices are small beside the states, as they are for the
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=4, help="mixers (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=512, help="width of the residual stream (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=64, help="width of the residual stream (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
