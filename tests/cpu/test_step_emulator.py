@@ -1,4 +1,4 @@
-"""The tuned Mamba-2 step kernels, their own CUDA source, run on the CPU and compared with the recurrence.
+"""The Mamba-2 step kernels and materialize, their own CUDA source, run on the CPU and compared with the recurrence.
 
 Oracle: the fold's own operations for the checkpoint (equal bits), double precision for outputs. tests/emulator stands
 in for the GPU: threads as fibers, products as the PTX manual describes them. Not seen here: fences, copies in flight,
@@ -24,11 +24,12 @@ LONG = "58,1,33,31"
 # weights leave out 2^-18 of a value; fp32 sums and decays add less than that.
 OUTPUT_BOUND = 2.0**-17
 
+LONG_WINDOW = {"window": 64, "histories": LONG}
 FAR = {"slot-gap": 2**31 + 4096}
 CASES = {
     **{f"tokens-{tokens}": {"tokens": tokens} for tokens in (1, 2, 3, 4, 5, 8)},
     "one-token-long-window": {"tokens": 1, "window": 64, "histories": LONG},
-    "long-window": {"window": 64, "histories": LONG},
+    "long-window": LONG_WINDOW,
     "thirteen-tokens": {"tokens": 13, "window": 40, "histories": "0,3,20,39"},
     "sixteen-tokens": {"tokens": 16, "window": 64, "histories": "30,1,45,63"},
     "narrow": {"dstate": 64},
@@ -48,6 +49,11 @@ CASES = {
     "growing-one-token": {"growing": 1, "tokens": 1},
     "slots-past-4-gib": FAR,
     "slots-past-4-gib-one-token": {**FAR, "tokens": 1},
+    "generic": {"generic": 1},
+    "generic-one-token": {"generic": 1, "tokens": 1, "dstate": 96, "headdim": 48},
+    "generic-thirteen-tokens": {"generic": 1, "tokens": 13, "window": 40, "histories": "0,3,20,39", "dstate": 16},
+    "generic-wide": {"generic": 1, "tokens": 5, "dstate": 256, "headdim": 128, "heads": 2, **LONG_WINDOW},
+    "generic-conventional": {"generic": 1, "window": 1, "tokens": 1, "histories": "0,0,0", "headdim": 16, "dstate": 24},
     "more-heads-than-warps-hold": {"tokens": 1, "heads": 12, "groups": 1, "heads-per-block": 12},
 }
 
@@ -60,7 +66,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(program: Path, **changes: object) -> subprocess.CompletedProcess[str]:
     options: dict[str, object] = {"heads": 4, "groups": 2, "headdim": 64, "dstate": 128, "heads-per-block": 2}
     options |= {"tokens": 4, "window": 16, "state": "fp32", "gate": 1, "first-warp": "first", "histories": HISTORIES}
-    options |= {"growing": 0, "slot-gap": 0}
+    options |= {"growing": 0, "slot-gap": 0, "generic": 0}
     options |= changes
     if options["heads"] == 2:
         options |= {"groups": 1}
@@ -73,7 +79,7 @@ def faults(done: subprocess.CompletedProcess[str]) -> list[str]:
     if done.returncode != 0:
         return [done.stderr or f"ended with {done.returncode}"]
     measures = dict(line.split() for line in done.stdout.splitlines())
-    exact = ("not_finite", "states", "cursors", "rings", "touched")
+    exact = ("not_finite", "states", "cursors", "rings", "touched", "materialized")
     found = [f"{name} {measures[name]}" for name in exact if measures[name] != "0"]
     if not float(measures["output"]) <= OUTPUT_BOUND:
         found.append(f"output {measures['output']} > {OUTPUT_BOUND:.3e}")
@@ -95,8 +101,14 @@ def test_step_agrees_with_the_recurrence(program: Path, case: dict[str, object],
         ("tensor_tile.cuh", "token_half(lane >> 4)", "token_half(0)", {}),
         ("step_weigh.cuh", "at[2] = __float2bfloat16_rn(value - __bfloat162float(first));", "at[2] = first;", {}),
         ("step_kernel.cuh", "slot * p.pool.stride_bytes", "static_cast<int>(slot * p.pool.stride_bytes)", FAR),
+        ("step_parts.cuh", "if (!kOneToken && j > t0 + u && j < tokens) continue;", "", {"generic": 1}),
+        ("materialize_kernel.cuh", "clamp_count(count,", "clamp_count(-1,", {}),
+        ("ring_fold.cuh", "ring_row(origin, base, pool.ring_rows)", "origin", LONG_WINDOW),
     ],
-    ids=["later-tokens", "dead-rows", "halves", "second-term", "32-bit-slots"],
+    ids=[
+        *("later-tokens", "dead-rows", "halves", "second-term", "32-bit-slots"),
+        *("later-tokens-generic", "materialized-count", "later-batches"),
+    ],
 )
 def test_teeth(tmp_path: Path, header: str, old: str, new: str, changes: dict[str, object]) -> None:
     """A kernel with one mistake is found out."""

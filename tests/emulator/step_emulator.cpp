@@ -1,15 +1,17 @@
-//! Runs the tuned Mamba-2 step kernels on a CPU on one made-up case and compares them with the recurrence: outputs in
-//! double precision, checkpoints to the bit. Prints a line `name value` for each measure;
-//! tests/cpu/test_step_emulator.py knows the bounds.
+//! Runs the Mamba-2 step kernels on a CPU on one made-up case and compares them with the recurrence: outputs in double
+//! precision, checkpoints to the bit. Then materializes from the slots that the step left, checkpoints to the bit again.
+//! Prints a line `name value` for each measure; tests/cpu/test_step_emulator.py knows the bounds.
 //!
-//!   step_emulator --heads 4 --groups 2 --headdim 64 --dstate 128 --heads-per-block 2 --tokens 4 --window 16
+//!   step_emulator --heads 4 --groups 2 --headdim 64 --dstate 128 --heads-per-block 2 --tokens 4 --window 16 --generic 0
 //!                 --state fp32 --gate 1 --growing 0 --slot-gap 0 --first-warp first --histories 0,5,12,16
 //!
+//! generic: the kernel for any sizes, otherwise the tuned one.
 //! Row i has histories[i] live ring rows, which wrap around the ring's end, and two pending ones, one of which stays.
 //! The second row of more than two is padding (slot -1). Memory that the kernel must not read holds NaN. slot-gap: bytes
 //! between slots, in memory of which only what is used exists. growing: A > 0.
 #include "cuda_on_host.h"
 
+#include "mamba2_replay/materialize_kernel.cuh"
 #include "mamba2_replay/step_kernel.cuh"
 
 #include <map>
@@ -32,7 +34,7 @@ constexpr unsigned char kPoison = 0xff; // NaN in every float type
 struct Options {
     int heads = 0, groups = 0, headdim = 0, dstate = 0, heads_per_block = 0, tokens = 0, window = 0;
     int64_t slot_gap = 0;
-    bool packed = false, gate = true, growing = false, last_warp_first = false;
+    bool packed = false, gate = true, growing = false, last_warp_first = false, generic = false;
     std::vector<int> histories;
 };
 
@@ -63,6 +65,7 @@ Options parse(int argc, char** argv) {
     o.packed = take("--state") == "bf16";
     o.gate = take("--gate") == "1";
     o.growing = take("--growing") == "1";
+    o.generic = take("--generic") == "1";
     o.slot_gap = std::stoll(take("--slot-gap"));
     o.last_warp_first = take("--first-warp") == "last";
     const std::string text = take("--histories");
@@ -224,9 +227,14 @@ template <class state_t, int kDstate, bool kOneToken>
 void run_grid(const Case& c, Mamba2StepParams p) {
     using Traits = StepTraits<state_t, kDstate, kOneToken>;
     const Options& o = c.options;
-    p.shared = StepShared(c.committed_cap, o.tokens, o.headdim, o.dstate, 2, o.heads_per_block,
-        o.headdim * o.dstate * sizeof(state_t), o.gate, kOneToken ? StepForm::kOneToken : StepForm::kTensor);
+    using Tile = StepTile<state_t, kDstate, Traits::kRows>;
+    const int block_rows = o.headdim / Traits::kSplit;
+    p.shared = StepShared(c.committed_cap, o.tokens, block_rows, Tile::padded_dstate(o.dstate), 2, o.heads_per_block,
+        kDstate ? o.headdim * kDstate * sizeof(state_t) : 0, o.gate, step_form<kDstate, kOneToken>());
     if (p.shared.bytes > kSharedBytes) refuse("a block's shared memory does not fit");
+    p.row_vectors = Divisor(block_rows / row_access_elems<Bf16, Traits::kSplit>());
+    p.segments[0].blocks *= Traits::kSplit;
+    p.segments[0].blocks_per_row = Divisor(p.segments[0].blocks_per_row.value * Traits::kSplit);
     blockDim.x = Traits::kThreadsPerRow * o.headdim;
     gridDim.x = p.segments[0].blocks;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
@@ -243,11 +251,12 @@ void run_tokens(const Case& c, const Mamba2StepParams& p) {
 
 template <class state_t>
 void run_state(const Case& c, const Mamba2StepParams& p) {
+    if (c.options.generic) return run_grid<state_t, 0, false>(c, p);
     switch (c.options.dstate) {
         case 64: return run_tokens<state_t, 64>(c, p);
         case 128: return run_tokens<state_t, 128>(c, p);
         case 256: return run_tokens<state_t, 256>(c, p);
-        default: refuse("dstate must be 64, 128 or 256");
+        default: refuse("dstate must be 64, 128 or 256, or the kernel generic");
     }
 }
 
@@ -276,12 +285,48 @@ void run_kernel(const Case& c) {
     p.tokens = T;
     p.committed_cap = c.committed_cap;
     p.heads_per_group = Divisor(o.heads / o.groups);
-    p.row_vectors = Divisor(o.headdim / 8);
     StepSegment& segment = p.segments[0];
     segment.heads = o.heads_per_block;
     segment.blocks_per_row = Divisor(o.heads / o.heads_per_block);
     segment.blocks = c.rows() * static_cast<int>(segment.blocks_per_row.value);
     return o.packed ? run_state<Bf16>(c, p) : run_state<float>(c, p);
+}
+
+//! Pairs of materialize: the step's rows by turns into a slot that no row has and into their own, with all rows of the
+//! ring or fewer; one that must be skipped.
+struct Pairs {
+    std::vector<int> src, count, dst;
+    explicit Pairs(const Case& c) {
+        for (int row = 0; row < c.rows(); ++row) {
+            if (c.slots[row] < 0) continue;
+            const bool spare = src.size() < 2;
+            src.push_back(c.slots[row]);
+            count.push_back(src.size() % 2 ? -1 : c.options.tokens / 2 + 1);
+            dst.push_back(!spare ? c.slots[row] : src.size() == 1 ? 0 : static_cast<int>(c.pool.slots) - 1);
+        }
+        src.push_back(c.slots[0]), count.push_back(-1), dst.push_back(-1);
+    }
+};
+
+template <class state_t>
+void run_materialize(const Case& c, const Pairs& pairs) {
+    const Options& o = c.options;
+    Mamba2MaterializeParams p;
+    p.pool = c.pool;
+    p.shape = {o.heads, o.groups, o.heads / o.groups, o.headdim, o.dstate, o.window, true};
+    p.src = {pairs.src.data(), 32, 0};
+    p.count = {pairs.count.data(), 32, 0};
+    p.dst = {pairs.dst.data(), 32, 0};
+    p.A = c.A.data();
+    p.A_stride = 1;
+    blockDim.x = 2 * o.headdim;
+    gridDim = {static_cast<unsigned>(kQuarter * o.heads), static_cast<unsigned>(pairs.src.size()), 1};
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
+        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+            std::memset(smem, kPoison, sizeof(smem));
+            emulator::run_block(blockDim.x, o.last_warp_first, [&] { mamba2_materialize_kernel<Bf16, state_t>(p); });
+        }
+    }
 }
 
 // ------------------------------------------------------------------------------------------------- the comparison
@@ -294,8 +339,24 @@ float state_at(const Case& c, const char* slot, int64_t i) {
 
 struct Measures {
     double output = 0; // largest error beyond rounding to bf16, over the sum of absolute values
-    int not_finite = 0, states = 0, cursors = 0, rings = 0, touched = 0;
+    int not_finite = 0, states = 0, cursors = 0, rings = 0, touched = 0, materialized = 0;
 };
+
+//! Element n of channel `channel` of a head after the fold of `count` ring rows behind origin, as it is stored.
+float folded(const Case& c, const char* slot, int head, int channel, int n, int origin, int count) {
+    const Options& o = c.options;
+    const int N = o.dstate, P = o.headdim, R = c.ring_rows, group = head / (o.heads / o.groups);
+    const auto* ring_x = reinterpret_cast<const Bf16*>(slot + c.pool.ring_x) + head * R * P + channel;
+    const auto* ring_b = reinterpret_cast<const Bf16*>(slot + c.pool.ring_b) + group * R * N;
+    const auto* ring_dt = reinterpret_cast<const float*>(slot + c.pool.ring_dt) + head * R;
+    float S = state_at(c, slot, (static_cast<int64_t>(head) * P + channel) * N + n);
+    for (int j = 0; j < count; ++j) {
+        const int r = (origin + j) % R;
+        const float dtx = ring_dt[r] * static_cast<float>(value_of(ring_x[r * P]));
+        S = std::fma(dtx, static_cast<float>(value_of(ring_b[r * N + n])), expf(c.A[head] * ring_dt[r]) * S);
+    }
+    return o.packed ? __bfloat162float(__float2bfloat16_rn(S)) : S;
+}
 
 //! One channel of one head: the checkpoint by the fold's own operations, outputs in double precision.
 void compare_channel(
@@ -308,15 +369,8 @@ void compare_channel(
     const auto* ring_dt = reinterpret_cast<const float*>(before + c.pool.ring_dt) + head * R;
     std::vector<float> stored(N);
     for (int n = 0; n < N; ++n) {
-        const int64_t at = (static_cast<int64_t>(head) * P + channel) * N + n;
-        float S = state_at(c, before, at);
-        for (int j = 0; c.flush(row) && j < c.committed(row); ++j) {
-            const int r = (cursor.origin + j) % R;
-            const float dtx = ring_dt[r] * static_cast<float>(value_of(ring_x[r * P]));
-            S = std::fma(dtx, static_cast<float>(value_of(ring_b[r * N + n])), expf(c.A[head] * ring_dt[r]) * S);
-        }
-        stored[n] = o.packed ? __bfloat162float(__float2bfloat16_rn(S)) : S;
-        out.states += state_at(c, after, at) != stored[n];
+        stored[n] = folded(c, before, head, channel, n, cursor.origin, c.flush(row) ? c.committed(row) : 0);
+        out.states += state_at(c, after, (static_cast<int64_t>(head) * P + channel) * N + n) != stored[n];
     }
     std::vector<double> S(stored.begin(), stored.end()), size(N);
     for (int n = 0; n < N; ++n)
@@ -408,6 +462,36 @@ int count_touched(const Case& c, const std::vector<char>& before) {
     return touched;
 }
 
+//! Checkpoints and cursors of materialize that are not as they should be, and bytes of other slots that changed.
+int count_materialized(const Case& c, const Pairs& pairs, const std::vector<char>& before) {
+    const Options& o = c.options;
+    std::vector<bool> written(c.pool.slots, false);
+    int wrong = 0;
+    for (size_t i = 0; i + 1 < pairs.src.size(); ++i) {
+        const char* from = before.data() + c.memory.slot_bytes() * pairs.src[i];
+        const char* to = c.memory.slot(pairs.dst[i]);
+        const Cursor cursor = *reinterpret_cast<const Cursor*>(from + c.pool.cursor);
+        const int rows = cursor.history + cursor.pending;
+        const int count = pairs.count[i] < 0 ? rows : std::min(rows, pairs.count[i]);
+        written[pairs.dst[i]] = true;
+        for (int64_t at = 0; at < static_cast<int64_t>(o.heads) * o.headdim * o.dstate; ++at) {
+            const int row = static_cast<int>(at / o.dstate);
+            const float want = folded(
+                c, from, row / o.headdim, row % o.headdim, static_cast<int>(at % o.dstate), cursor.origin, count);
+            wrong += !(state_at(c, to, at) == want);
+        }
+        const int limit = o.window - pairs.dst[i] % o.window;
+        for (int k = 0; k < o.heads * kCursorCopies; ++k) {
+            const Cursor& now = reinterpret_cast<const Cursor*>(to + c.pool.cursor)[k];
+            wrong += now.origin != 0 || now.history != 0 || now.pending != 0 || now.limit != limit;
+        }
+    }
+    const std::vector<char> after = c.memory.copy();
+    for (size_t i = 0; i < before.size(); ++i)
+        wrong += !written[i / c.memory.slot_bytes()] && before[i] != after[i];
+    return wrong;
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -422,7 +506,14 @@ int main(int argc, char** argv) {
             compare_channel(c, was, c.slot(row), row, i / c.options.headdim, i % c.options.headdim, measures);
         compare_cursors(c, was, c.slot(row), row, measures);
     }
-    std::printf("output %.3e\nnot_finite %d\nstates %d\ncursors %d\nrings %d\ntouched %d\n", measures.output,
-        measures.not_finite, measures.states, measures.cursors, measures.rings, count_touched(c, before));
+    measures.touched = count_touched(c, before);
+    const std::vector<char> stepped = c.memory.copy();
+    const Pairs pairs(c);
+    if (c.options.packed) run_materialize<Bf16>(c, pairs);
+    if (!c.options.packed) run_materialize<float>(c, pairs);
+    measures.materialized = count_materialized(c, pairs, stepped);
+    std::printf("output %.3e\nnot_finite %d\nstates %d\ncursors %d\nrings %d\ntouched %d\nmaterialized %d\n",
+        measures.output, measures.not_finite, measures.states, measures.cursors, measures.rings, measures.touched,
+        measures.materialized);
     return 0;
 }
