@@ -2,16 +2,26 @@
 # Everything that needs the GPU, in one go. Run from the repository root, after `make lib`.
 #   tests/gpu/run_all.sh OUTPUT_DIR [tests] [sanitizer] [bench] [profile]
 #
-# JOBS  test files at a time (default 5; a test waits for the CPU more than for the GPU)
+# JOBS  processes that run tests (default: one less than there are cores, 12 at most; a test waits for the CPU more than for
+#       the GPU). With pytest-xdist they share all tests, without it each takes a file at a time.
 set -uo pipefail
 out=$1
-jobs=${JOBS:-5}
+cores=$(($(nproc) - 1))
+jobs=${JOBS:-$((cores < 1 ? 1 : cores > 12 ? 12 : cores))}
 shift
 failed=0
 for part in "$@"; do
     started=$SECONDS
     case $part in
     tests)
+        if python3 -c 'import xdist' 2>/dev/null; then
+            python3 -m pytest tests/gpu -q --tb=short -p no:cacheprovider -n "$jobs" --dist worksteal -rf \
+                >"$out/tests.log" 2>&1 || failed=1
+            grep -E '^(FAILED|ERROR)' "$out/tests.log"
+            tail -n 1 "$out/tests.log"
+            echo "== $part: $((SECONDS - started)) s"
+            continue
+        fi
         # shellcheck disable=SC2016
         printf '%s\n' tests/gpu/test_*.py | xargs -P "$jobs" -I{} sh -c \
             'python3 -m pytest {} -q --tb=short -p no:cacheprovider >"$0/$(basename {} .py).log" 2>&1' "$out" || failed=1
