@@ -64,11 +64,12 @@ def build(
     kernels: str,
     corruption: tuple[str, str, str] | None = None,
     copies: str = "async_copy_host.cuh",
+    flags: tuple[str, ...] = (),
 ) -> Path:
     """The program tests/emulator/``name``.cpp, compiled, for the kernels of the folder plugins/``kernels``.
 
     corruption: (header of ``kernels`` or of common, text, other text) to change in the kernel first. copies: what
-    stands in for common/async_copy.cuh.
+    stands in for common/async_copy.cuh. flags: further ones of the compiler.
     """
     for part in sorted({"common", "mamba2_replay", "c_api", kernels}):
         (folder / part).mkdir(parents=True)
@@ -91,7 +92,7 @@ def build(
     program = folder / name
     include = cuda_include()
     folders = [f"-I{EMULATOR}", f"-I{folder}", f"-I{include}", f"-I{include / 'cccl'}"]
-    command = ["c++", *FLAGS, *folders, str(EMULATOR / f"{name}.cpp"), "-o", str(program)]
+    command = ["c++", *FLAGS, *flags, *folders, str(EMULATOR / f"{name}.cpp"), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return program

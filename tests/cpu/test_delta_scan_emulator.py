@@ -1,12 +1,13 @@
 """The scans of GDN and KDA, their own CUDA source, run on the CPU and compared with the recurrence in float64.
 
 tests/emulator stands in for the GPU: threads as fibers, warp and warpgroup instructions as the PTX manual describes
-them. Not seen here: fences, products in flight, and what the compiler for GPUs makes of the source; tests/gpu is for
-that.
+them. ThreadSanitizer watches the same source for accesses of different warps that no barrier orders. Not seen here:
+fences, products in flight, and what the compiler for GPUs makes of the source; tests/gpu is for that.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -128,3 +129,69 @@ def test_a_corrupted_kernel_is_caught(tmp_path: Path, name: str) -> None:
     kernel = {"scan_kernel.cuh": "exact-1"}.get(CORRUPTIONS[name][0], "chunk-warpgroup")
     changes: dict[str, object] = {"kernel": kernel, "regime": "alike" if "left out" in name else "usual"}
     assert faults(launch(corrupted, **changes), way_of(changes)) != []
+
+
+# Every kernel of the scans, with several sequences and blocks a grid. Reads by warpgroup products are not watched.
+WATCHED: dict[str, dict[str, object]] = {
+    "chunk-warp": {"kernel": "chunk-warp"},
+    "chunk-warpgroup": {"kernel": "chunk-warpgroup"},
+    "exact-4-kda": {"kernel": "exact-4", "kind": "kda"},
+    "exact-1": {"kernel": "exact-1", "dstate": 96},
+}
+# Barriers whose absence no value shows here, since warps run one after another.
+RACES: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "tiles that are loaded over those in use": (
+        "chunk-warp",
+        (
+            "scan_chunk_kernel.cuh",
+            "        __syncthreads(); // tiles have arrived; nobody reads the last chunk's any more\n",
+            "",
+        ),
+    ),
+    "rows of a batch that are replaced while they are used": (
+        "exact-1",
+        (
+            "scan_kernel.cuh",
+            "        wait_for_own_copies();\n        __syncthreads();",
+            "        wait_for_own_copies();",
+        ),
+    ),
+}
+
+
+def watched(folder: Path, corruption: tuple[str, str, str] | None = None) -> Path:
+    return build(folder, "delta_scan_emulator", "gated_delta_replay", corruption, flags=("-g", "-fsanitize=thread"))
+
+
+def count_races(program: Path, **changes: object) -> int:
+    """Reports of ThreadSanitizer, which wants the usual places of programs in memory."""
+    options: dict[str, object] = {"kernel": "chunk-warp", "kind": "gdn", "heads": 1, "groups": 1, "headdim": 32}
+    options |= {"dstate": 128, "warps": 2, "regime": "usual", "first-warp": "first", "lengths": SHORT} | changes
+    if options["kernel"] == "chunk-warpgroup":
+        options |= {"headdim": 64, "warps": 4}
+    arguments = [str(program), *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
+    environment = os.environ | {"TSAN_OPTIONS": "history_size=4"}
+    for prefix in ([], ["setarch", "-R"]):
+        done = subprocess.run([*prefix, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+        if "unexpected memory mapping" not in done.stderr:
+            break
+    assert "\nhash " in done.stdout, done.stderr[-2000:]
+    return done.stderr.count("WARNING: ThreadSanitizer")
+
+
+@pytest.fixture(scope="module")
+def watched_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return watched(tmp_path_factory.mktemp("watched"))
+
+
+@pytest.mark.parametrize("first", ["first", "last"])
+@pytest.mark.parametrize("name", WATCHED)
+def test_barriers_order_all_accesses_of_different_warps(watched_program: Path, name: str, first: str) -> None:
+    changes = WATCHED[name] | {"first-warp": first}
+    assert count_races(watched_program, **changes) == 0
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_a_missing_barrier_is_seen(tmp_path: Path, name: str) -> None:
+    kernel, corruption = RACES[name]
+    assert count_races(watched(tmp_path, corruption), kernel=kernel) > 0

@@ -39,12 +39,67 @@
 using std::max;
 using std::min;
 
+//! With -fsanitize=thread every thread of a block is a fiber that ThreadSanitizer knows, and only what orders threads of
+//! a GPU orders them: it reports accesses of different warps that no barrier lies between, whichever warp ran first.
+#if defined(__SANITIZE_THREAD__)
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned);
+void __tsan_destroy_fiber(void*);
+void __tsan_switch_to_fiber(void*, unsigned);
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+void AnnotateIgnoreReadsBegin(const char*, int);
+void AnnotateIgnoreReadsEnd(const char*, int);
+void AnnotateIgnoreWritesBegin(const char*, int);
+void AnnotateIgnoreWritesEnd(const char*, int);
+}
+#endif
+
+namespace races {
+
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kChecked = true;
+using Fiber = void*;
+inline Fiber current() { return __tsan_get_current_fiber(); }
+inline Fiber create() { return __tsan_create_fiber(0); }
+inline void destroy(Fiber fiber) { __tsan_destroy_fiber(fiber); }
+inline void switch_to(Fiber fiber) { __tsan_switch_to_fiber(fiber, 1); } // 1: orders nothing
+inline void acquire(void* place) { __tsan_acquire(place); }
+inline void release(void* place) { __tsan_release(place); }
+//! Accesses that are the emulator's own affair.
+struct Unseen {
+    Unseen() {
+        AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+        AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+    }
+    ~Unseen() {
+        AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+        AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    }
+};
+#else
+constexpr bool kChecked = false;
+struct Fiber {};
+inline Fiber current() { return {}; }
+inline Fiber create() { return {}; }
+inline void destroy(Fiber) {}
+inline void switch_to(Fiber) {}
+inline void acquire(void*) {}
+inline void release(void*) {}
+struct Unseen {
+    Unseen() {}
+};
+#endif
+
+} // namespace races
+
 namespace emulator {
 
 constexpr int kLanes = 32;
 constexpr int kGroupThreads = 128; // of a warpgroup
 constexpr int kNamedBarriers = 16;
-constexpr size_t kStackBytes = 1 << 16;
+constexpr size_t kStackBytes = races::kChecked ? 1 << 18 : 1 << 16;
 constexpr int kMostIdleRounds = 8; // of a block's threads, without anything that another may wait for
 
 [[noreturn]] inline void fail(const char* what);
@@ -104,6 +159,8 @@ struct Block {
     std::vector<Team<kGroupThreads>> groups;
     std::vector<Copies> copies;
     std::vector<ucontext_t> contexts;
+    std::vector<races::Fiber> fibers;
+    races::Fiber main = races::current();
     std::vector<bool> finished;
     std::function<void()> body;
     int64_t progress = 0; // what others may have waited for
@@ -114,12 +171,19 @@ inline Block* block = nullptr;
 
 inline void let_others_run() {
     const unsigned thread = threadIdx.x;
+    const races::Fiber main = [] {
+        const races::Unseen unseen;
+        return block->main;
+    }();
+    races::switch_to(main);
     swapcontext(&block->contexts[thread], &block->scheduler);
 }
 
 //! The last of `count` threads to arrive runs `together`, then all go on.
 template <class Action>
 void meet(Rendezvous& place, int count, const char* operation, Action together) {
+    const races::Unseen unseen;
+    races::release(&place);
     if (place.arrived == 0) place.operation = operation;
     if (std::strcmp(place.operation, operation) != 0) fail("threads meet for different operations");
     const int64_t generation = place.generation;
@@ -131,6 +195,7 @@ void meet(Rendezvous& place, int count, const char* operation, Action together) 
     }
     while (place.generation == generation)
         let_others_run();
+    races::acquire(&place);
 }
 
 //! All lanes of a warp; together(what the lanes have brought).
@@ -150,13 +215,18 @@ void meet_group(const char* operation, Argument* argument, Action together) {
 
 inline void run_thread() {
     block->body();
-    block->finished[threadIdx.x] = true;
-    ++block->progress;
+    races::release(block);
+    {
+        const races::Unseen unseen;
+        block->finished[threadIdx.x] = true;
+        ++block->progress;
+    }
     let_others_run();
 }
 
 //! A warp's threads in turn, until none gets on; returns how many are not finished.
 inline int run_warp(int warp) {
+    const races::Unseen unseen;
     int left;
     int64_t before;
     do {
@@ -166,6 +236,7 @@ inline int run_warp(int warp) {
             if (block->finished[thread]) continue;
             ++left;
             threadIdx.x = thread;
+            races::switch_to(block->fibers[thread]);
             swapcontext(&block->scheduler, &block->contexts[thread]);
         }
     } while (block->progress != before);
@@ -187,6 +258,7 @@ inline void run_block(int threads, bool last_warp_first, std::function<void()> b
         context.uc_stack.ss_size = kStackBytes;
         context.uc_link = &here.scheduler;
         makecontext(&context, run_thread, 0);
+        here.fibers.push_back(races::create());
     }
     const int warps = threads / kLanes;
     int left = threads, idle = 0;
@@ -198,6 +270,10 @@ inline void run_block(int threads, bool last_warp_first, std::function<void()> b
         idle = here.progress == before ? idle + 1 : 0;
         if (idle > kMostIdleRounds) fail("all threads wait");
     }
+    races::acquire(&here);
+    for (races::Fiber fiber : here.fibers)
+        races::destroy(fiber);
+    const races::Unseen unseen;
     block = nullptr;
 }
 

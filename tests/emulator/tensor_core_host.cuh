@@ -33,6 +33,14 @@ struct MatrixAccess {
     uint32_t address;
 };
 
+//! A lane's own row, so that it is the lane that has read it.
+inline void touch(uint32_t address) {
+    if (!races::kChecked) return;
+    volatile const char* row = at_shared(address, 16);
+    for (int i = 0; i < 16; ++i)
+        (void)row[i];
+}
+
 //! The eight rows of a matrix must lie in different banks: the kernel's comments promise that no access has a conflict.
 inline void check_banks(MatrixAccess** rows) {
     unsigned used = 0;
@@ -59,11 +67,13 @@ void load_matrices(MatrixAccess** lanes) {
 }
 
 inline void ldmatrix(uint32_t (&out)[4], uint32_t address) {
+    touch(address);
     MatrixAccess access{out, address};
     emulator::meet_warp("ldmatrix", &access, load_matrices<false>);
 }
 
 inline void ldmatrix_trans(uint32_t (&out)[4], uint32_t address) {
+    touch(address);
     MatrixAccess access{out, address};
     emulator::meet_warp("ldmatrix.trans", &access, load_matrices<true>);
 }
@@ -248,7 +258,9 @@ class SplitBarrier {
     };
     static Words& words(uint32_t barrier) { return *reinterpret_cast<Words*>(at_shared(barrier, sizeof(Words))); }
     static void count(uint32_t barrier) {
+        const races::Unseen unseen;
         Words& w = words(barrier);
+        races::release(&w);
         ++emulator::block->progress;
         if (++w.arrived < w.arrivals) return;
         w.arrived = 0;
@@ -267,8 +279,10 @@ public:
         count(barrier);
     }
     static void wait(uint32_t barrier, uint32_t parity) {
+        const races::Unseen unseen;
         while ((words(barrier).completions & 1) == static_cast<int>(parity))
             emulator::let_others_run();
+        races::acquire(&words(barrier));
     }
 };
 
