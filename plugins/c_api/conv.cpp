@@ -1,13 +1,11 @@
 //! The causal convolution's operations: checks, then causal_conv/params.h, then launch.
 #include "../causal_conv/params.h"
-#include "../common/slot_layout.h"
 #include "guard.h"
+#include "operations.h"
 
 using namespace replayssm;
 
 namespace {
-
-constexpr int64_t kMaxGridRows = 65535; // grid axis y
 
 ConvPool make_pool(const replayssm_conv_spec& spec, const replayssm_pool& pool) {
     const replayssm_layout layout = conv_layout(spec);

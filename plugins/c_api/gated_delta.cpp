@@ -128,17 +128,10 @@ void replayssm::materialize_gated_delta(
     require_kernel_spec(p.spec);
     require(p.A.data == nullptr, "A is given for spec.kind ", p.spec.kind, "; its ring holds the decay, only mamba2 (",
         REPLAYSSM_MAMBA2, ") takes A");
-    if (p.pairs == 0) return;
-    require_index("src", p.src, false);
-    require_index("count", p.count, false);
-    require_index("dst", p.dst, false);
     GatedDeltaMaterializeParams work;
+    if (!fill_materialize(work, p)) return;
     work.pool = make_slots(p.pool, layout);
     work.shape = make_shape(p.spec);
-    work.src = p.src;
-    work.count = p.count;
-    work.dst = p.dst;
-    work.pairs = p.pairs;
     launch_gated_delta_materialize(work, p.spec.state_dtype, p.spec.act_dtype, stream);
 }
 

@@ -140,20 +140,13 @@ int32_t replayssm_materialize(const replayssm_materialize_params* params, void* 
         if (p.spec.kind != REPLAYSSM_MAMBA2)
             return materialize_gated_delta(p, layout, static_cast<cudaStream_t>(stream));
         require_kernel_spec(p.spec);
-        if (p.pairs == 0) return;
-        require_index("src", p.src, false);
-        require_index("count", p.count, false);
-        require_index("dst", p.dst, false);
-        require_decay_rate(p.A);
         Mamba2MaterializeParams work;
+        if (!fill_materialize(work, p)) return;
+        require_decay_rate(p.A);
         work.pool = make_slots(p.pool, layout);
         work.shape = make_shape(p.spec);
-        work.src = p.src;
-        work.count = p.count;
-        work.dst = p.dst;
         work.A = static_cast<const float*>(p.A.data);
         work.A_stride = p.A.strides[0];
-        work.pairs = p.pairs;
         launch_mamba2_materialize(work, p.spec.state_dtype, p.spec.act_dtype, static_cast<cudaStream_t>(stream));
     });
 }

@@ -119,7 +119,21 @@ bool fill_scan(Scan& scan, const Params& p) {
     return true;
 }
 
-//! materialize of a GDN or KDA pool, its common checks (sizes, pairs, indices) done; gated_delta.cpp.
+//! The same of a materialize about its pairs, whose number is known to be right; false: there is none.
+template <typename Work>
+bool fill_materialize(Work& work, const replayssm_materialize_params& p) {
+    if (p.pairs == 0) return false;
+    require_index("src", p.src, false);
+    require_index("count", p.count, false);
+    require_index("dst", p.dst, false);
+    work.src = p.src;
+    work.count = p.count;
+    work.dst = p.dst;
+    work.pairs = p.pairs;
+    return true;
+}
+
+//! materialize of a GDN or KDA pool; struct size, spec's layout and number of pairs are checked. In gated_delta.cpp.
 void materialize_gated_delta(
     const replayssm_materialize_params& params, const replayssm_layout& layout, cudaStream_t stream);
 
