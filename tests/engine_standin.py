@@ -47,9 +47,11 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 class HostCuda:
     """A Caller (runtime/cuda.py) on host memory. ``refuse`` names functions that fail from now on; ``invalidated``: a
-    capture ends with an error."""
+    capture ends with an error. ``late``: what is put into a stream is done when somebody waits for it, not before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool = False) -> None:
+        self.late = late
+        self.queue: list[Callable[[], None]] = []
         self.blocks: dict[int, Any] = {}
         self.graphs: dict[int, list[Callable[[], None]]] = {}
         self.recording: list[Callable[[], None]] | None = None
@@ -68,11 +70,13 @@ class HostCuda:
         return 0, "", getattr(self, name)(*inputs)
 
     def do(self, work: Callable[[], None]) -> None:
-        """Run ``work``, or record it in a capture."""
-        if self.recording is None:
-            work()
-        else:
+        """Run ``work``, queue it, or record it in a capture."""
+        if self.recording is not None:
             self.recording.append(work)
+        elif self.late:
+            self.queue.append(work)
+        else:
+            work()
 
     def handle(self) -> int:
         """A new number."""
@@ -96,6 +100,7 @@ class HostCuda:
         return self.cudaMalloc(nbytes)
 
     def cudaFree(self, address: int) -> None:
+        self.cudaStreamSynchronize(0)
         del self.blocks[address]
 
     cudaFreeHost = cudaFree
@@ -114,6 +119,9 @@ class HostCuda:
 
     def cudaStreamSynchronize(self, stream: int) -> None:
         assert self.recording is None, "a capture must not wait"
+        queue, self.queue = self.queue, []
+        for work in queue:
+            work()
 
     def cudaStreamBeginCapture(self, stream: int, mode: int) -> None:
         assert self.recording is None
@@ -138,7 +146,7 @@ class HostCuda:
 
     def cudaGraphLaunch(self, graph: int, stream: int) -> None:
         for work in self.graphs[graph]:
-            work()
+            self.do(work)
 
 
 class StandInContext:
@@ -318,15 +326,15 @@ def engine_config(model: Twice, limits: tn.ProfileLimits, **changes: Any) -> Eng
 
 def standin_engine(
     config: Any, *, version: str = "8.6", dtype: str = "float32", slots: int = 4, max_input_len: int = 6,
-    graphs: bool | str = True, **options: Any
+    graphs: bool | str = True, max_batch: int | None = None, late: bool = False, spec_len: int = 4, **options: Any
 ) -> Engine:  # fmt: skip
     """An Engine over the stand-ins; ``engine._engine`` is the StandInEngine, its ``cuda`` the HostCuda."""
-    model = Twice(recorded_tensorrt(version), config, dtype, "plugin", slots=slots, **options)
-    limits = tn.ProfileLimits(slots, max_input_len, POSITIONS, slots, spec_len=4)
-    cuda = HostCuda()
+    model = Twice(recorded_tensorrt(version), config, dtype, "plugin", slots=slots, spec_len=spec_len, **options)
+    limits = tn.ProfileLimits(max_batch or slots, max_input_len, POSITIONS, slots, spec_len=spec_len)
+    cuda = HostCuda(late=late)
     written = engine_config(model, limits)
     _know(SlotLayout(model.options.recurrence_spec(config)))
-    _know(ConvLayout(config.conv_spec(spec_len=4, act_dtype=dtype)))
+    _know(ConvLayout(config.conv_spec(spec_len=spec_len, act_dtype=dtype)))
     trt = SimpleNamespace()
     if version == "10":
         trt.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")

@@ -102,6 +102,15 @@ def random_weights(config: HybridConfig, dtype: str, seed: int = 0) -> dict[str,
     return weights
 
 
+def emit(
+    trt: Any, config: Any, options: tn.NetworkOptions, weights: Any = None, builder: Any = None
+) -> tuple[Any, Any]:
+    """A network and its NetworkIO."""
+    network = tn.create_network(trt, trt.Builder if builder is None else builder)
+    given = host_weights(random_weights(config, options.dtype)) if weights is None else weights
+    return network, tn.emit_network(trt, network, config, given, options)
+
+
 @dataclass
 class Row:
     """One row of a call: slot (-1: pad), position of its first token, its tokens, accepted of its previous step."""
@@ -142,16 +151,17 @@ class Twice:
         *,
         weights: dict[str, torch.Tensor] | None = None,
         slots: int = 4,
+        spec_len: int = 4,
         builder: Any = None,
         **options: Any,
     ) -> None:
         self.trt, self.config, self.slots = trt, config, slots
         self.weights = random_weights(config, dtype) if weights is None else weights
-        self.options = tn.NetworkOptions(dtype, 32, replay=replay, spec_len=4, **options)
+        self.options = tn.NetworkOptions(dtype, 32, replay=replay, spec_len=spec_len, **options)
         state = {
             "slots": slots,
             "max_positions": 32,
-            "spec_len": 4,
+            "spec_len": spec_len,
             "window": self.options.window,
             "stagger": self.options.stagger,
             "dtype": dtype,

@@ -101,6 +101,9 @@ _OPTIONAL_INPUTS = {
     "accepted": "has_accepted",
     "has_initial": "has_initial",
 }
+#: Data inputs that are read by vectors: first column and row length must be multiples of ALIGNMENT bytes.
+VECTOR_INPUTS = ("x", "z", "B", "C", "q", "k", "v")
+ALIGNMENT = 16
 _ROW_INPUTS = ("host_request_types", "last_token_ids", "host_context_lengths", "slot_mapping")
 #: Inputs that hold addresses or numbers in host memory: they may feed these plugins only, never a TensorRT layer.
 HOST_INPUTS = ("host_request_types", "host_context_lengths")

@@ -363,6 +363,38 @@ def test_builds_that_are_not_tried_again(
     assert build_engine(checkpoint, tmp_path / "out")["precision"] == "obeyed"
 
 
+def test_a_build_that_was_stopped_is_not_tried_again(checkpoint: Path, tmp_path: Path, standin: StandInBuild) -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        if what == "choosing kernels":
+            raise KeyboardInterrupt
+
+    standin.obeying = f"Graph optimization time: 1 s. {NO_KERNEL}"
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(checkpoint, tmp_path / "out", BuildOptions(dtype="float16"), progress=stop)
+    assert standin.builds == 1 and not any(tmp_path.iterdir())
+
+
+def test_options_follow_the_model(checkpoint: Path) -> None:
+    config, _ = load_host_checkpoint(checkpoint)
+    options = BuildOptions(max_positions=16, state_dtype="float16", workspace_gib=1.5, draft_tokens=2, max_batch=3)
+    limits = options.profile_limits(config)
+    assert (limits.max_input_len, limits.max_positions, limits.slots, limits.spec_len) == (16, 16, 3, 3)
+    assert options.workspace_bytes == 3 << 29
+    network = options.network_options(config)
+    assert (network.state_dtype, network.dtype, network.spec_len) == ("float16", config.dtype, 3)
+    assert BuildOptions().network_options(config).state_dtype == config.state_dtype == "float32"
+
+
+def test_the_last_words_of_tensorrt_are_said() -> None:
+    log = backend.BuildLog()
+    for i in range(12):
+        log.add(backend.WARNING, f"warning {i}")
+    assert log.said() == "TensorRT: warning 9; warning 10; warning 11"
+    for i in range(12):
+        log.add(backend.ERROR, f"error\n{i}")
+    assert log.said() == log.reason() == "TensorRT: error 9; error 10; error 11"
+
+
 def test_a_timing_cache_that_cannot_be_written_loses_no_engine(
     checkpoint: Path, tmp_path: Path, standin: StandInBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,9 @@ def test_an_engine_that_does_not(directory: Path, changes: dict[str, Any], detai
 
 
 def test_damaged_and_absent_ones(directory: Path, tmp_path: Path) -> None:
+    whole = (directory / "decay.npz").read_bytes()
+    (directory / "decay.npz").write_bytes(whole[:-30])
+    assert "decay.npz cannot be used" in examine_engine(str(directory), FOUND)["detail"]
     (directory / "rank0.engine").write_bytes(b"other")
     assert "it is cut off" in examine_engine(str(directory), FOUND)["detail"]
     assert "is not a directory" in examine_engine(str(tmp_path / "none"), FOUND)["detail"]

@@ -111,6 +111,15 @@ def test_a_wrong_engine_is_found(expected: Path, what: str, monkeypatch: pytest.
     }[what] in said
 
 
+@pytest.mark.parametrize("gap, fails", [(1e-4, False), (3e-4, True)])
+def test_another_choice_is_right_within_rounding_alone(gap: float, fails: bool) -> None:
+    worst = check_model.Worst("float32")
+    got = np.array([[1.0 - gap, 1.0]], np.float32)
+    worst.compare("a row", got, np.array([[1.0, 1.0 - gap]], np.float32))
+    assert worst.differing == 1
+    assert any("another choice although the best logits are" in said for said in worst.failures) == fails
+
+
 def test_a_refused_capture_and_no_graphs_are_no_failures(expected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     inner: Any = engine._engine

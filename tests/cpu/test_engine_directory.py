@@ -17,6 +17,7 @@ from network_cases import CONFIGS
 from trtllm_replayssm import ReplayError, plugins
 from trtllm_replayssm.build import backend, directory
 from trtllm_replayssm.build.directory import EngineConfig, is_engine_directory, read_engine_config
+from trtllm_replayssm.cli import engine_request
 from trtllm_replayssm.directories import sha256_of
 from trtllm_replayssm.kernels import library
 from trtllm_replayssm.runtime import cuda, engine, engine_session
@@ -112,6 +113,7 @@ def change(path: Path, key: str, value: Any) -> None:
         ("io.tensors", 5, "NetworkIO data must be an object with a list named tensors"),
         ("io.tensors", [], "io has no output logits"),
         ("tensorrt", None, "NoneType"),
+        ("tensorrt.module", "json", "tensorrt module is 'json'; it must be one of tensorrt, tensorrt_rtx"),
         ("engine.bytes", "many", "invalid literal"),
         ("tensorrt_llm", "1.2.1", "it is an engine of TensorRT-LLM"),
     ],
@@ -149,12 +151,30 @@ def test_an_engine_whose_attention_has_other_inputs_is_refused(here: Path, name:
         tensor.update(kept)
 
 
+def test_what_the_layout_digest_covers(made: Engine) -> None:
+    model, options = made.config.model, made.config.network
+    digests = {
+        directory.layout_digest(dataclasses.replace(model, **change), dataclasses.replace(options, **other))
+        for change, other in (({}, {}), ({"conv_kernel": 2}, {}), ({}, {"window": 3}), ({}, {"spec_len": 1}))
+    }
+    assert len(digests) == 4
+
+
+def test_capabilities_that_are_not_known_are_not_compared(made: Engine) -> None:
+    for built, here in (("", "90"), ("90", ""), ("90", "90")):
+        directory.check_compute_capability(dataclasses.replace(made.config, compute_capability=built), here)
+
+
 def test_missing_files_are_named(here: Path, tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"none is not a directory; make one with: trtllm-replayssm build"):
         open_engine(tmp_path / "none")
-    (here / "decay.npz").write_bytes(b"PK damaged")
-    with pytest.raises(ReplayError, match=r"decay\.npz cannot be used: .*build the engine again"):
-        open_engine(here)
+    whole = (here / "decay.npz").read_bytes()
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    bent = whole[:200] + b"\xff" * 8 + whole[208:]
+    for damaged in (b"PK damaged", b"", whole[:-30], bent, (tmp_path / "one.npy").read_bytes()):
+        (here / "decay.npz").write_bytes(damaged)
+        with pytest.raises(ReplayError, match=r"decay\.npz cannot be used: .*build the engine again"):
+            open_engine(here)
     directory.write_decay(here, {0: np.ones(4, np.float32)})
     with pytest.raises(ReplayError, match=r"decay\.npz cannot be used"):
         open_engine(here)
@@ -276,6 +296,37 @@ def test_another_model_is_no_comparison(engines: dict[str, Path], capsys: pytest
     change(engines["w1"], "weights.sha256", "ff")
     argv = ["run", engines["w5"], *OPTIONS, "--decode", "both", "--against", engines["w1"]]
     assert "is of another model or other weights" in refused(argv, capsys)
+
+
+@pytest.mark.parametrize("name", ["dtype", "state_dtype"])
+def test_another_dtype_is_no_comparison(
+    engines: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(engines["w1"], f"network.{name}", "float16")
+    argv = ["run", engines["w5"], *OPTIONS, "--decode", "both", "--against", engines["w1"]]
+    assert f"--against has {name} float16; {engines['w5']} has float32" in refused(argv, capsys)
+
+
+def test_positions_are_those_that_both_engines_have(
+    engines: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", engines["w5"], "--prompt", "a" * 11, "--max-new-tokens", 9, "--ignore-eos"]
+    both = [*argv, "--decode", "both", "--against", engines["w1"], "--json"]
+    for limit, tokens in ((32, 9), (13, 2)):
+        change(engines["w1"], "limits.max_positions", limit)
+        assert call(both) == 0
+        (row,) = json.loads(capsys.readouterr().out)["comparison"]["rows"]
+        assert len(row["tokens"]) == tokens
+    change(engines["w5"], "limits.max_positions", 11)
+    assert "prompt 0 has 11 tokens; the model's position limit is 11" in refused(argv, capsys)
+
+
+@pytest.mark.parametrize("device, index", [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:3", 3), ("cuda:12", 12)])
+def test_the_gpu_that_is_asked_for(device: str, index: int) -> None:
+    assert engine_request._gpu_index(device) == index
+    for wrong in ("cuda:", "cuda:-1", "cuda:x", "gpu:0", "0"):
+        with pytest.raises(ReplayError, match="engines run on auto, cuda or cuda:N"):
+            engine_request._gpu_index(wrong)
 
 
 def test_against_is_for_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

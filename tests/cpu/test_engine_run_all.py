@@ -20,6 +20,7 @@ case "$*" in
 *check_model.py*float32-w1\ *) exit 3 ;;
 *check_model.py*) echo "| float32 | 16 | equal |" >>"$4" ;;
 *check_plugins.py*) echo "plugins are equal" >"$2" ;;
+*bench_step.py*"${UNTIMED:-none}"*) exit 4 ;;
 *bench_step.py*) echo "times" >>"$4" ;;
 esac
 """
@@ -75,3 +76,9 @@ def test_wide_engines_are_timed_where_both_are_built(tmp_path: Path) -> None:
     assert [call for call in called if "bench_step.py" in call] == [called[2]] and "wide-float32-w16 " in called[2]
     assert results == ["A model bound by its states (wide_model.py): times"]
     assert "no pair of wide-float16 engines to time" in done.stdout
+    told = [call.split("wide-float32 ")[1].split(" ", 1)[1] for call in called[:2]]
+    common = "--max-input-len 64 --max-positions 1024"
+    assert told == [f"{common} --window 16 --max-batch 256", f"{common} --window 1 --max-batch 256"]
+    done, _, results = run(tmp_path, "wide", BUILD_SECONDS="1", UNTIMED="wide-float32-w1")
+    assert done.returncode == 1
+    assert results == ["A model bound by its states (wide_model.py), wide-float32: not timed", ""]

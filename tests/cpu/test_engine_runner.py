@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_standin import POSITIONS, standin_engine
+from engine_standin import POSITIONS, memory_at, standin_engine
 from network_cases import CONFIGS
 
-from trtllm_replayssm import ReplayError
+from trtllm_replayssm import ReplayError, reference
+from trtllm_replayssm.pool import StatePool
+from trtllm_replayssm.runtime import engine as engine_module
 from trtllm_replayssm.runtime.cuda import CudaError
 from trtllm_replayssm.runtime.engine import MAX_GRAPHS, Engine
+from trtllm_replayssm.runtime.engine_memory import _ring_count
 from trtllm_replayssm.runtime.engine_runner import EngineRunner
 from trtllm_replayssm.runtime.engine_session import EngineSession
 from trtllm_replayssm.runtime.generate import generate
@@ -92,8 +95,12 @@ class Both:
 @pytest.mark.parametrize("window", [1, 5])
 @pytest.mark.parametrize("name, version", [("nemotron_h", "8.6"), ("qwen3_5", "10"), ("kimi_linear", "10")])
 def test_a_conversation_is_that_of_the_torch_session(name: str, version: str, window: int, graphs: bool) -> None:
-    """Prompts in pieces, steps over flushes, drafts with rejections, rows that come and go, a reused slot."""
-    both = Both(standin_engine(CONFIGS[name], version=version, window=window, graphs=graphs))
+    """Prompts in pieces, steps over flushes, drafts with rejections, rows that come and go, a reused slot.
+
+    With window 5 the stream runs late: inputs that are staged again too early, and results that are read too early,
+    show.
+    """
+    both = Both(standin_engine(CONFIGS[name], version=version, window=window, graphs=graphs, late=window == 5))
     a, b, c = both.prefill(tokens(13, 0), tokens(1, 1), tokens(6, 2))
     for i in range(7):
         both.step([a, b, c] if i % 3 else [c, a], tokens(3 if i % 3 else 2, 10 + i))
@@ -120,12 +127,46 @@ def test_steps_are_captured_once_and_replayed() -> None:
     seqs, _ = runner.prefill([tokens(3, i) for i in range(3)])
     for i in range(6):
         runner.step(seqs, tokens(3, i))
-    # Eager; in a context of its own padding alone, the step, the capture; then replays only, 3 rows padded to 4.
+    # Eager; in a context of its own padding alone, twice, and the capture; then replays only, 3 rows padded to 4.
     steps = [run for run in inner.runs if run[0] == "generation"]
     assert steps == [("generation", (4, 1), (POSITIONS,))] * 4
     assert engine.graphs == [(4, 1, POSITIONS)]
-    assert inner.cuda.calls.count("cudaGraphLaunch") == 4
+    assert inner.cuda.calls.count("cudaGraphLaunch") == 5
     assert inner.contexts == 3
+
+
+def test_so_few_shapes_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps read a power of two of the cache and have a power of two of rows, within the engine's limits."""
+    monkeypatch.setattr(engine_module, "_SMALLEST_BOUND", 4)
+    for graphs, bounds in ((True, [4, 4, 4, 8, 8, 8, 8, 16]), (False, [2, 3, 4, 5, 6, 7, 8, 9])):
+        both = Both(standin_engine(NEMOTRON, slots=3, window=3, graphs=graphs))
+        inner: Any = both.runner.engine._engine
+        seqs = both.prefill(tokens(2, 0), tokens(1, 1), tokens(1, 2))
+        for i in range(8):
+            inner.runs.clear()
+            both.step(seqs, tokens(3, i))
+            assert inner.runs == [("generation", (3, 1), (bounds[i],))] * len(inner.runs)
+        both.release(seqs)
+        seqs = both.prefill(tokens(30, 3))
+        for i in range(2):
+            both.step(seqs, tokens(1, i))
+        assert inner.runs[-1] == ("generation", (1, 1), (POSITIONS if graphs else 31,))
+
+
+def test_logits_are_the_callers() -> None:
+    """A later call does not write into what an earlier one returned."""
+    engine = standin_engine(NEMOTRON)
+    for made in (EngineRunner(engine), EngineSession(engine)):
+        seqs, first = made.prefill([tokens(3, 0)])
+        kept = [(first, np.array(first))]
+        for i in range(3):
+            logits = made.step(seqs, tokens(1, i))
+            kept.append((logits, np.array(logits)))
+        states = made.recurrent_state(seqs[0])
+        kept += [(state, np.array(state)) for state in states.values()]
+        made.step(seqs, [5])
+        made.recurrent_state(seqs[0])
+        assert all(np.array_equal(np.asarray(now), then) for now, then in kept)
 
 
 def test_graphs_give_the_bits_of_eager_steps() -> None:
@@ -207,8 +248,132 @@ def test_required_graphs_raise_with_the_reason() -> None:
         RuntimeError, match=r"1 rows x 1 tokens .* was not captured in a CUDA graph: .*\[runner.cpp\] no"
     ):
         runner.step(seqs, [2])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"was not captured in a CUDA graph: .*\[runner.cpp\] no"):
+            runner.step(seqs, [2])
+    assert runner.length(seqs[0]) == 4 and len(inner.runs) == 4  # the prompt, a step, padding alone twice
     with pytest.raises(ReplayError, match="graphs is 'maybe'; it must be True, False or 'require'"):
         standin_engine(NEMOTRON, graphs="maybe")
+
+
+def test_a_refusal_that_is_an_error_moves_nothing() -> None:
+    """Where warnings are errors the step raises, and may be asked for again."""
+    both = Both(standin_engine(NEMOTRON, window=3))
+    inner: Any = both.runner.engine._engine
+    seqs = both.prefill(tokens(3, 0), tokens(5, 1))
+    both.step(seqs, tokens(2, 2))
+    inner.uncapturable = "not while capturing"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="not while capturing"):
+            both.runner.step(seqs, tokens(2, 3))
+    both.step(seqs, tokens(2, 3))
+    for seq in seqs:
+        both.states(seq)
+
+
+def test_more_shapes_than_graphs() -> None:
+    """The graphs used last stay; one that went is captured again, and each gives what torch does."""
+    both = Both(standin_engine(NEMOTRON, slots=8))
+    engine = both.runner.engine
+    inner: Any = engine._engine
+    seqs = both.prefill(*[tokens(2, i) for i in range(8)])
+    shapes = [(rows, steps) for steps in (1, 2, 3, 4) for rows in (1, 2, 4, 8)]
+    for rows, steps in [*shapes, *shapes, *shapes, (4, 1), (8, 4)]:
+        new = [tokens(steps, 7 * rows + i) for i in range(rows)]
+        both.verify(seqs[:rows], new, [0] * rows)
+    assert engine.graphs == [(r, t, POSITIONS) for r, t in [*shapes[:2], *shapes[3:15], (4, 1), (8, 4)]]
+    engine._graphs.popitem(last=False)[1][1].close()
+    assert MAX_GRAPHS == 16 and len(inner.cuda.graphs) == 15 and inner.contexts == 2 + 16
+    for seq in seqs[:2]:
+        both.states(seq)
+
+
+def test_an_unread_step_does_not_lose_its_inputs() -> None:
+    """A scan right behind a step whose logits nobody fetched: the step reads what was staged for it."""
+    both = Both(standin_engine(NEMOTRON, window=3, late=True))
+    seqs = both.prefill(tokens(5, 0))
+    both.runner.engine.step(seqs, np.array([[7]]), [5], [-1])
+    both.runner._stepped(seqs)
+    both.oracle.step(seqs, [7])
+    seqs += both.prefill(tokens(6, 1))
+    both.step(seqs, tokens(2, 2))
+    for seq in seqs:
+        both.states(seq)
+
+
+def test_more_sequences_than_rows_of_a_call() -> None:
+    both = Both(standin_engine(NEMOTRON, slots=4, max_batch=2))
+    with pytest.raises(ReplayError, match=r"3 sequences in one call; the engine takes 2 .max_batch."):
+        both.runner.prefill([[1], [2], [3]])
+    seqs = both.prefill([1], [2]) + both.prefill([3], [4])
+    with pytest.raises(ReplayError, match=r"4 sequences in one call; the engine takes 2 .max_batch."):
+        both.runner.step(seqs, [1, 2, 3, 4])
+    both.step(seqs[:2], [1, 2])
+    both.step(seqs[2:], [3, 4])
+
+
+@pytest.mark.parametrize("kind", [EngineRunner, EngineSession])
+def test_an_engine_without_drafts_rejects_no_token(kind: Any) -> None:
+    """Its network does not read how many tokens were accepted."""
+    engine = standin_engine(NEMOTRON, window=3, spec_len=1)
+    made, oracle = kind(engine), oracle_of(engine)
+    seqs, _ = made.prefill([tokens(3, 0)])
+    oracle.prefill([tokens(3, 0)])
+    close(made.verify(seqs, [[2]]), oracle.verify(seqs, [[2]]))
+    with pytest.raises(ReplayError, match=r"accepted of sequence \d is 0; .* 1 .all of its last verify: the engine"):
+        made.commit(seqs, [0])
+    made.commit(seqs, [1])
+    oracle.commit(seqs, [1])
+    close(made.step(seqs, [4]), oracle.step(seqs, [4]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_states_of_a_16_bit_engine(dtype: str) -> None:
+    """A session gives them in their dtype, as torch's does; a runner in one that numpy has. Expected error: a bit."""
+    engine = standin_engine(NEMOTRON, window=3, state_dtype=dtype)
+    oracle = oracle_of(engine, state_dtype=dtype)
+    for made in (EngineRunner(engine), EngineSession(engine)):
+        seqs, _ = made.prefill([tokens(6, 0)])
+        theirs, _ = oracle.prefill([tokens(6, 0)])
+        for i in range(4):
+            made.step(seqs, [i])
+            oracle.step(theirs, [i])
+        for layer, want in oracle.recurrent_state(theirs[0]).items():
+            got = made.recurrent_state(seqs[0])[layer]
+            if isinstance(made, EngineSession):
+                assert got.dtype == want.dtype == getattr(torch, dtype)
+            else:
+                assert got.dtype == (np.float32 if dtype == "bfloat16" else np.float16)
+            error = (torch.as_tensor(got).float() - want.float()).abs().max()
+            assert error <= 2 * torch.finfo(want.dtype).eps * want.float().abs().max()
+
+
+def test_ring_rows_that_count() -> None:
+    words = np.array([9, 9, 0, 5, 3, 0], np.int16)
+    assert [_ring_count(words, 4, accepted) for accepted in (-1, 0, 2, 3, 7)] == [8, 5, 7, 8, 8]
+
+
+def test_every_slot_is_reset_at_first() -> None:
+    """Zeros, empty rings and first windows by slot, as the reference resets them."""
+    engine = standin_engine(NEMOTRON, window=5)
+    memory = engine.memory
+    for layer in engine.config.model.recurrent_layers:
+        for kind, layout, reset in (
+            ("replay", memory.layout, reference.reset),
+            ("conv", memory.conv_layout, reference.conv_reset),
+        ):
+            want = StatePool(layout, torch.zeros(4, layout.slot_bytes, dtype=torch.uint8))
+            reset(want, torch.arange(4, dtype=torch.int32))
+            got = memory_at(memory.pools[f"{kind}_state_{layer}"].address, 4 * layout.slot_bytes)
+            assert np.array_equal(got, want.memory.numpy().reshape(-1)), (kind, layer)
+
+
+def test_a_session_looks_at_the_engines_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = standin_engine(NEMOTRON)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine.device = 3
+    assert EngineSession(engine)._gpu == 3
 
 
 def test_only_so_many_graphs_are_kept() -> None:
@@ -283,6 +448,8 @@ def test_generation_over_an_engine_session(drafts: int) -> None:
         (lambda r: r.step([], np.zeros(0, int)), "seqs is empty"),
         (lambda r: r.verify([0], [[1] * 5]), "tokens has 5 per row; spec_len allows 1 to 4"),
         (lambda r: r.verify([0], [1]), r"tokens has shape \(1,\); it must be \[n, T\]"),
+        (lambda r: r.verify([0, 1], [[1, 2], [3]]), "tokens is no array: "),
+        (lambda r: r.prefill([[1, [2, 3]]]), "prompt 0 is no array: "),
         (lambda r: r.commit([0], [1]), "sequence 0 has no verify to commit"),
         (lambda r: r.commit([0], [1, 2]), "accepted has 2 entries for 1 sequences"),
         (lambda r: r.verify([0], [[1, 2]]) is not None and r.commit([0], [1.9]), "accepted is float64; counts must be"),

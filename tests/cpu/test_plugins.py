@@ -85,6 +85,11 @@ def test_fields_are_arrays_of_one_number() -> None:
         ("ReplayGatedDelta", {"scale": 1e-46}, "field scale of ReplayGatedDelta is 1e-46; it must be 0, infinite or a"),
         ("ReplayMamba2", {"dt_max": 1e300}, "field dt_max of ReplayMamba2 is 1e.300; it must be 0, infinite or a norm"),
         ("ReplayMamba2", {"dt_max": 10**400}, "field dt_max of ReplayMamba2 is 1000"),
+        (
+            "ReplayMamba2",
+            {"dt_min": 1e-40},
+            "field dt_min of ReplayMamba2 is 1e-40; it must be 0, infinite or a norm",
+        ),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:

@@ -23,7 +23,7 @@ import network_cases as cases
 import numpy as np
 import pytest
 import torch
-from network_cases import CONFIGS, Row, Twice, conversation, random_weights
+from network_cases import CONFIGS, Row, Twice, conversation, emit, random_weights
 from recorded_tensorrt import recorded_tensorrt
 
 from trtllm_replayssm import ConvLayout, ReplayError, SlotLayout
@@ -42,15 +42,6 @@ LIMITS = tn.ProfileLimits(max_batch=4, max_input_len=24, max_positions=32, slots
 def builder() -> Any:
     """A real builder, on the CPU."""
     return rtx.Builder(rtx.Logger(rtx.Logger.ERROR))
-
-
-def emit(
-    trt: Any, config: Any, options: tn.NetworkOptions, weights: Any = None, builder: Any = None
-) -> tuple[Any, Any]:
-    """A network and its NetworkIO."""
-    network = tn.create_network(trt, trt.Builder if builder is None else builder)
-    given = host_weights(random_weights(config, options.dtype)) if weights is None else weights
-    return network, tn.emit_network(trt, network, config, given, options)
 
 
 def plugins_of(network: Any) -> list[Any]:
@@ -76,6 +67,22 @@ def test_every_result_of_a_network_with_plugins(kind: str, version: str, dtype: 
     assert model.compared > 10_000 and model.worst <= cases.TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_pad_tokens_reach_no_other(kind: str, dtype: str) -> None:
+    """The tokens behind a row's own are NaN all the way through the network; the row's results are torch's."""
+    config = dataclasses.replace(CONFIGS[kind], tie_embeddings=False)
+    weights = random_weights(config, dtype)
+    weights["embedding.weight"][0] = torch.nan
+    model = Twice(recorded_tensorrt("8.6"), config, dtype, "plugin", weights=weights)
+    model.call(tn.CONTEXT, [Row(2, 0, [3, 4, 5, 6, 7, 8]), Row(0, 0, [9, 2]), Row(1, 0, [1])])
+    model.call(tn.CONTEXT, [Row(0, 2, [1]), Row(1, 1, [5, 6, 7])])
+    model.call(tn.GENERATION, [Row(slot, place, [7, 8]) for slot, place in ((2, 6), (0, 3), (1, 4))])
+    padded = [value for name, value in model.values.items() if name.startswith("new_kv")]
+    assert all(torch.isfinite(value).all() for value in padded), "generation has no pad tokens"
+    assert model.compared > 2000 and model.worst <= cases.TOLERANCE[dtype]
+
+
 def test_every_result_with_the_bounded_gate() -> None:
     config = dataclasses.replace(CONFIGS["kimi_linear"], gate="bounded", gate_lower_bound=-3.0)
     model = Twice(recorded_tensorrt("10"), config, "float32", "plugin", window=4, stagger=False)
@@ -83,8 +90,9 @@ def test_every_result_with_the_bounded_gate() -> None:
     assert model.compared > 10_000 and model.worst <= cases.TOLERANCE["float32"]
 
 
-def test_float32_products_round_once() -> None:
-    model = Twice(recorded_tensorrt("10"), CONFIGS["biases"], "bfloat16", "plugin", float32_matmul=True)
+@pytest.mark.parametrize("kind", ["biases", "kimi_linear"])
+def test_float32_products_round_once(kind: str) -> None:
+    model = Twice(recorded_tensorrt("10"), CONFIGS[kind], "bfloat16", "plugin", float32_matmul=True)
     conversation(model)
     assert model.compared > 10_000 and model.worst <= cases.TOLERANCE["bfloat16"]
     products = [layer for layer in model.network.layers if layer.type.name == "MATRIX_MULTIPLY"]
@@ -179,6 +187,23 @@ def test_shapes_are_sizes_alone(kind: str, replay: str) -> None:
         network.add_gather(shape, first, 0).name = "a gather"
         network.mark_output(shape)
         assert uses_of_shapes(network) == ["a gather input 0", "shape"]
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6, 1e7])
+def test_rotation_at_far_positions(theta: float) -> None:
+    """The tables against torch's own cos and sin, up to position 2^18.
+
+    Expected error: a bit of a frequency (2^-24) times the position, in few channels of low frequency.
+    """
+    far = 1 << 18
+    config = dataclasses.replace(CONFIGS["qwen3_5"], head_dim=64, rotary_dim=64, rope_theta=theta, max_positions=far)
+    network, _ = emit(recorded_tensorrt("10"), config, tn.NetworkOptions("float32", far))
+    tables = {layer.name: layer.weights for layer in network.layers if layer.name.startswith("rotation.64.")}
+    angles = torch.arange(far).float()[:, None] * theta ** -(torch.arange(0, 64, 2).float() / 64)
+    for label, want in (("cos", angles.cos()), ("sin", angles.sin())):
+        got = torch.from_numpy(tables[f"rotation.64.{theta}.{label}"])
+        assert got.shape == (far, 33) and float((got[:, :32] - want).abs().max()) < 2e-4
+        assert (got[:, 32] == (label == "cos")).all()
 
 
 def test_plugins_read_views_in_place_where_vectors_are_aligned() -> None:
@@ -314,6 +339,17 @@ def test_layers_that_are_not_strongly_typed_say_their_types() -> None:
     assert {"embedding.weight", "layers.0.mixer.in_proj.weight", "layers.2.mixer.q_norm.weight"} <= constants
 
 
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_constants_that_may_be_rounded_to_fp16_stay_finite(kind: str) -> None:
+    """Where precisions are a wish, 8.6 may compute any fp32 layer in fp16: an infinite factor would make NaN of 0."""
+    network, _ = emit(recorded_tensorrt("8.6"), CONFIGS[kind], tn.NetworkOptions("float16", 32))
+    constants = [layer for layer in network.layers if layer.type.name == "CONSTANT"]
+    floats = [layer for layer in constants if np.asarray(layer.weights).dtype == np.float32]
+    assert min(float(layer.weights.min()) for layer in floats) == -6e4
+    for layer in floats:
+        assert np.isfinite(layer.weights.astype(np.float16)).all(), layer.name
+
+
 def test_builder_flags() -> None:
     class Config:
         def __init__(self) -> None:
@@ -390,64 +426,6 @@ def test_weights_that_do_not_fit() -> None:
     plain = {k: v.to_float32() for k, v in good.items()}
     _, io = emit(trt, config, options, plain)
     assert io.get("logits") is not None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": "float64"}, "dtype is 'float64'; it must be one of bfloat16, float16, float32"),
-        ({"replay": "none"}, "replay is 'none'; it must be one of plugin, io"),
-        ({"max_positions": 0}, "max_positions is 0; it must be a whole number from 1"),
-        ({"has_initial": 1}, "has_initial is 1; it must be true or false"),
-        ({"state_dtype": "int8"}, "state_dtype is 'int8'"),
-    ],
-)
-def test_bad_options(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ReplayError, match=message):
-        tn.NetworkOptions(**{"dtype": "float16", "max_positions": 32, **change})
-
-
-def test_objects_survive_json() -> None:
-    options = tn.NetworkOptions("float16", 32, window=8)
-    assert tn.NetworkOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
-    _, io = emit(recorded_tensorrt("8.6"), CONFIGS["nemotron_h"], options)
-    assert tn.NetworkIO.from_dict(json.loads(json.dumps(io.to_dict()))) == io
-    for cls, data, message in (
-        (tn.NetworkOptions, {"dtype": "float16"}, "NetworkOptions needs max_positions"),
-        (tn.NetworkOptions, {"dtype": "float16", "max_positions": 3, "depth": 1}, "NetworkOptions has no field depth"),
-        (tn.NetworkIO, {}, "NetworkIO data must be an object with a list named tensors"),
-        (tn.NetworkIO, {"tensors": [{"name": "x"}]}, "IOTensor needs role, dtype, shape, is_input"),
-    ):
-        with pytest.raises(ReplayError, match=message):
-            cls.from_dict(data)
-
-
-def test_profile_ranges() -> None:
-    limits = tn.ProfileLimits(8, 64, 100, 10, spec_len=4)
-    assert limits.ranges("context") == {
-        "rows": (1, 8, 8), "tokens": (1, 32, 64), "slots": (1, 10, 10), "bound": (1, 1, 100), "logits": (1, 1, 1)
-    }  # fmt: skip
-    assert limits.ranges("context", continues=False)["bound"] == (1, 1, 1)
-    generation = limits.ranges("generation")
-    assert (generation["tokens"], generation["logits"], generation["bound"]) == ((1, 4, 4), (1, 4, 4), (1, 50, 100))
-    for change, message in (
-        ({"slots": 7}, r"slots is 7; it must be a whole number from 8 to \d+ \(at least max_batch\)"),
-        ({"max_input_len": 101}, r"max_input_len is 101; .* \(max_positions\)"),
-        ({"opt_batch": 9}, r"opt_batch is 9; it must be a whole number from 1 to 8 \(max_batch\)"),
-        ({"spec_len": 17}, "spec_len is 17"),
-    ):
-        with pytest.raises(ReplayError, match=message):
-            dataclasses.replace(limits, **change)
-
-
-def test_limits_that_the_caches_cannot_hold(builder: Any) -> None:
-    _, io = emit(rtx, CONFIGS["nemotron_h"], tn.NetworkOptions("float32", 32, replay="io"), builder=builder)
-    for change, message in (
-        ({"max_positions": 33}, "max_positions is 33; kv_cache_1 has 32"),
-        ({"slots": 1 << 24}, r"slots is 16777216; kv_cache_1 would have 2147483648 rows, more than int32 counts"),
-    ):
-        with pytest.raises(ReplayError, match=message):
-            tn.add_profiles(rtx, builder, builder.create_builder_config(), io, dataclasses.replace(LIMITS, **change))
 
 
 def test_generation_reads_no_cache_beyond_a_rows_length() -> None:

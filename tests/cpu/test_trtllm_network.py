@@ -235,6 +235,38 @@ def test_plugin_fields(llm: Any) -> None:
     assert conv.fields["has_bias"] == 1 and conv.fields["kernel"] == 4
 
 
+def test_what_attention_is_told(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale of its own; adjacent columns of one tensor as they lie, all others put side by side."""
+    from trtllm_replayssm.trtllm.network_ops import NetworkInputs, TrtllmOps, Value
+
+    config = make_config("nemotron_h")
+    inputs = NetworkInputs(None, {}, {}, budget.needed(config, WINDOW))  # type: ignore[arg-type]
+    ops = TrtllmOps(None, config, config.recurrence_spec(), config.conv_spec(), inputs)
+    told: list[dict[str, Any]] = []
+    f = SimpleNamespace(
+        gpt_attention=lambda **given: (told.append(given), None),
+        PositionEmbeddingType=SimpleNamespace(learned_absolute="none"),
+        concat=lambda parts, dim=0: ("concat", *parts),
+        shape=lambda tensor, axis: axis,
+        slice=lambda tensor, start, sizes: (tensor, start[1], sizes[-1]),
+    )
+    monkeypatch.setattr(ops, "f", f)
+    joined = Value("qkv", 256, 0, 256)
+    layer, apart = config.attention_layers[0], Value("other", 64, 0, 64)
+    q, k, v = ops.split(joined, [128, 64, 64])
+    for values in ((q, k, v), (q, v, k), (q, k, apart)):
+        ops.attention(layer, *values, scale=0.5)
+    assert [given["qkv"] for given in told] == [
+        "qkv",
+        ("concat", ("qkv", 0, 128), ("qkv", 192, 64), ("qkv", 128, 64)),
+        ("concat", ("qkv", 0, 128), ("qkv", 128, 64), "other"),
+    ]
+    assert told[0]["q_scaling"] == pytest.approx(1 / (0.5 * config.head_dim**0.5)) and told[0]["layer_idx"] == 0
+    layers = emit(llm, config, make_weights(config)).trt_network.layers
+    (attention,) = [layer for layer in layers if layer.kind == "gpt_attention"]
+    assert attention.attributes["max_context_length"] == 64, "the longest prompt"
+
+
 def test_gather_context_logits(llm: Any) -> None:
     config = make_config("nemotron_h")
     weights = make_weights(config)

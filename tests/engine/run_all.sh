@@ -100,9 +100,15 @@ time_pair() { # name, title: engines NAME-w16 and NAME-w1
         echo "no pair of $1 engines to time"
         return
     fi
-    printf '%s: ' "$2" >>"$out/bench.md"
-    limited "${CHECK_SECONDS:-240}" $python tests/engine/bench_step.py "${both[@]}" "$out/bench.md" \
-        >"$out/bench-$1.log" 2>&1 || failed=1
+    local table=$out/bench-$1.md
+    rm -f "$table"
+    if limited "${CHECK_SECONDS:-240}" $python tests/engine/bench_step.py "${both[@]}" "$table" \
+        >"$out/bench-$1.log" 2>&1; then
+        { printf '%s: ' "$2" && cat "$table"; } >>"$out/bench.md"
+    else
+        failed=1
+        printf '%s, %s: not timed\n\n' "$2" "$1" >>"$out/bench.md"
+    fi
     tail -n 12 "$out/bench-$1.log"
 }
 

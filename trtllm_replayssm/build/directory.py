@@ -24,6 +24,7 @@ from ..models.config import STATEFUL_KINDS, HybridConfig
 from ..models.fields import read_json
 from ..ops.tensorrt_io import BOUND, PHASES, PLUGIN, TOKENS, NetworkIO, NetworkOptions, ProfileLimits
 from ..spec import MAMBA2, require_choice
+from .options import MODULES
 
 CONFIG_FILE = "config.json"
 ENGINE_FILE = "rank0.engine"
@@ -154,6 +155,7 @@ def _check_parts(config: EngineConfig) -> None:
     same = limits.spec_len == network.spec_len
     require(same, f"limits' spec_len is {limits.spec_len}; the network's is {network.spec_len}")
     require_choice("precision", config.precision, (OBEYED, PREFERRED))
+    require_choice("tensorrt module", config.tensorrt[0], MODULES)
     names = [tensor.name for tensor in config.io.tensors]
     require(len(set(names)) == len(names), "io has two tensors of one name")
     logits = config.io.get("logits")
@@ -242,7 +244,7 @@ def read_decay(directory: Path, config: EngineConfig) -> dict[int, np.ndarray]:
     try:
         with np.load(file) as data:
             rates = {layer: np.asarray(data[f"layer_{layer}"]) for layer in layers}
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # numpy and zipfile have many for a damaged file
         raise ReplayError(f"{file} cannot be used: {error}; build the engine again") from None
     for layer, rate in rates.items():
         fits = rate.dtype == np.float32 and rate.shape == (model.ssm_heads,)

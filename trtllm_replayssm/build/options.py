@@ -10,7 +10,9 @@ from ..errors import require
 from ..models.config import MODEL_DTYPES, HybridConfig
 from ..spec import MAX_SPEC_LEN, MAX_WINDOW, require_bool, require_choice, require_int
 
-TENSORRT_MODULES = ("auto", "tensorrt", "tensorrt_rtx")
+#: Python modules that build engines.
+MODULES = ("tensorrt", "tensorrt_rtx")
+TENSORRT_MODULES = ("auto", *MODULES)
 #: plugin: the replay layers are plugins. io: their operands are outputs and their results inputs of the network.
 NETWORKS = ("plugin", "io")
 #: What layers ask for where networks are not strongly typed (TensorRT 8.6) and fp16: binding, or a wish.

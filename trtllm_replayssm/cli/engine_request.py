@@ -112,17 +112,18 @@ def load_engine(args: argparse.Namespace) -> EngineRequest:
         engine.network.replay == "plugin",
         f"engine {directory} has the replay operations as inputs and outputs (network io); it cannot generate text",
     )
-    most = engine.network.spec_len - 1
+    drafts = engine.network.spec_len - 1
     require(
-        args.draft_tokens <= most,
-        f"--draft-tokens is {args.draft_tokens}; the engine was built for at most {most} (build --draft-tokens)",
+        args.draft_tokens <= drafts,
+        f"--draft-tokens is {args.draft_tokens}; the engine was built for at most {drafts} (build --draft-tokens)",
     )
     against = _against(args, engine)
     texts = prompt_sources.collect(args.prompt, args.prompt_file)
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     tokenizer = load_tokenizer(directory, engine.model.vocab_size)
     ids = [tokenizer.encode_chat(t) if args.chat else tokenizer.encode(t) for t in texts]
-    positions = position_limit(ids, args.max_new_tokens + args.draft_tokens, engine.limits.max_positions)
+    most = min(one.limits.max_positions for one in (engine, against) if one is not None)
+    positions = position_limit(ids, args.max_new_tokens + args.draft_tokens, most)
     eos = [] if args.ignore_eos else end_tokens(directory, engine.model.eos_token_ids)
     gpu = _gpu_index(args.device)
     return EngineRequest(args, texts, ids, eos, sampling, positions, tokenizer, engine, against, gpu)
@@ -150,6 +151,9 @@ def _against(args: argparse.Namespace, engine: EngineConfig) -> EngineConfig | N
         other.model == engine.model and other.weights_sha256 == engine.weights_sha256,
         f"--against {args.against} is of another model or other weights than {args.checkpoint}",
     )
+    for name in ("dtype", "state_dtype"):
+        mine, theirs = getattr(engine.network, name), getattr(other.network, name)
+        require(mine == theirs, f"--against has {name} {theirs}; {args.checkpoint} has {mine}")
     return other
 
 

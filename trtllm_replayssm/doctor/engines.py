@@ -16,13 +16,14 @@ def examine_engine(path: str, found: Mapping[str, Result]) -> dict[str, Any]:
     Returns:
         name, runs, detail (what it is, or the first thing that is in its way), do (a command, '' where none would do).
     """
-    from ..build.directory import check_library, check_tensorrt, describe, read_engine, read_engine_config
+    from ..build.directory import check_library, check_tensorrt, describe, read_decay, read_engine, read_engine_config
 
     again = f"trtllm-replayssm build CHECKPOINT {path} --overwrite"
     try:
         directory = Path(path)
         config = read_engine_config(directory)
         read_engine(directory, config)
+        read_decay(directory, config)
         module = config.tensorrt[0]
         version = found.get(module, {}).get("version")
         if version is None:

@@ -7,7 +7,8 @@ and the query of token s sees the keys whose place is <= s. Scores, softmax and 
 
 Queries that share a key head are rows of one matrix product, so keys are not repeated: [B, kv_heads, S*R, N] with
 R = heads / kv_heads. The cache is read by one gather of whole head rows; hidden positions are read at the last seen
-one, so that memory beyond a row's length is not touched, and their values are replaced by 0, whatever they hold.
+one, so that memory beyond a row's length is not touched. What is hidden, pad tokens of the call included, is replaced
+by 0, whatever it holds: an infinite or NaN key would reach every query through a score that is only lowered.
 
 Masks and addresses are made of network inputs and constants alone: TensorRT computes with shapes on the host, and what
 layers read of that would be copied to the device in the middle of a step.
@@ -20,12 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .tensorrt_io import BOUND, ROWS, SLOTS, TOKENS
+from .tensorrt_io import BOUND, ROWS, SLOTS, TOKENS, NetworkOptions
 from .tensorrt_layers import Layers, Node
 
-#: Place of a key that no query sees, and what the score of such a pair gets; exp of it is 0 and no sum of it overflows.
+#: Place of a key that no query sees.
 _HIDDEN = 1 << 30
-_HIDDEN_SCORE = -1e30
+#: What the score of a pair that must not count gets: exp of it is 0, and no sum of it overflows. The second is for
+#: networks whose precisions may be a wish: as an fp16 number the first is infinite, and its product with 0 is NaN.
+_HIDDEN_SCORE, _HIDDEN_SCORE_FP16 = -1e30, -6e4
 
 
 class KVShape(NamedTuple):
@@ -40,12 +43,14 @@ class Attention:
     """What the attention layers of one network share: masks and cache addresses, made once.
 
     Args:
-        layers: the network. max_positions: length of the caches.
+        layers: the network. options: its dtype, and max_positions, the length of the caches.
     """
 
-    def __init__(self, layers: Layers, max_positions: int) -> None:
+    def __init__(self, layers: Layers, options: NetworkOptions) -> None:
         self._layers = layers
-        self._max_positions = max_positions
+        self._max_positions = options.max_positions
+        rounds = layers.api.asks_for_precision(options.dtype)
+        self._hidden_score = _HIDDEN_SCORE_FP16 if rounds else _HIDDEN_SCORE
         scope, layers.scope = layers.scope, "attention/"
         positions = layers.input("positions", (ROWS, TOKENS))
         zero = layers.integers([[0]])
@@ -60,7 +65,7 @@ class Attention:
         places = layers.concat([layers.select(seen, before, hidden), own], 1)  # [B, N]
         self._places = layers.reshape(places, (0, 1, 1, -1))  # [B, 1, 1, N]
         self._token = layers.reshape(token, (-1, 1))  # [S, 1]
-        self._seen = layers.reshape(seen, (0, 1, -1, 1))  # [B, 1, bound, 1]
+        self._shown = layers.reshape(layers.binary("GREATER", hidden, places), (0, 1, -1, 1))  # [B, 1, N, 1]
         last = layers.binary("MAX", layers.binary("SUM", past, before), zero)
         self._read = layers.reshape(layers.binary("MIN", index, last), (0, 1, -1))  # [B, 1, bound]
         slots = layers.reshape(layers.input("slot_mapping", (ROWS,)), (-1, 1, 1))  # [B, 1, 1]
@@ -106,9 +111,10 @@ class Attention:
         """Keys or values fp32 [B, kv_heads, N, head_dim]: cached ones from ``flat`` [rows, head_dim], then the new."""
         layers = self._layers
         cached = layers.gather(flat, self._address(shape, part), 0)
-        cached = layers.select(self._seen, cached, layers.cast(layers.floats([[[[0.0]]]]), cached.dtype))
         new = layers.reshape(tokens, (0, 0, shape.heads, shape.head_dim), then=(0, 2, 1, 3))
-        return layers.cast(layers.concat([cached, new], 2), "float32")
+        kept = layers.concat([cached, new], 2)
+        nothing = layers.cast(layers.floats([[[[0.0]]]]), kept.dtype)
+        return layers.cast(layers.select(self._shown, kept, nothing), "float32")
 
     def _address(self, shape: KVShape, part: int) -> Node:
         """Rows of the flat cache that hold one part of the cached positions: int32 [B, kv_heads, bound]."""
@@ -124,11 +130,12 @@ class Attention:
         return self._addresses[key]
 
     def _hidden(self, queries_per_key: int) -> Node:
-        """What is added to the score of a pair, fp32 [B, 1, S*R, N]: 0, or _HIDDEN_SCORE where it must not count."""
+        """What is added to the score of a pair, fp32 [B, 1, S*R, N]: 0, or far below it where it must not count."""
         if queries_per_key not in self._hidden_pairs:
             layers = self._layers
             copies = layers.binary("SUM", self._token, layers.integers(np.zeros((1, queries_per_key), np.int32)))
             query = layers.reshape(copies, (1, 1, -1, 1))
             hidden = layers.cast(layers.binary("GREATER", self._places, query), "float32")
-            self._hidden_pairs[queries_per_key] = layers.binary("PROD", hidden, layers.floats([[[[_HIDDEN_SCORE]]]]))
+            score = layers.floats([[[[self._hidden_score]]]])
+            self._hidden_pairs[queries_per_key] = layers.binary("PROD", hidden, score)
         return self._hidden_pairs[queries_per_key]

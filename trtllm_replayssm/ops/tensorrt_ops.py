@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ReplayError, require
+from ..kernels.abi import KIND_CODES
 from ..models.config import HybridConfig
 from ..models.host_weights import HostWeight, WeightLike, as_host_weight
 from ..spec import KIMI_DELTA, require_choice
@@ -24,8 +25,6 @@ from .tensorrt_io import LOGITS, PLUGIN, ROWS, TOKENS, NetworkOptions
 from .tensorrt_layers import Layers, Node
 from .tensorrt_replay import Replay
 from .tensorrt_views import Slicer, View
-
-_KIND_CODES = {"gated_delta": 2, "kimi_delta": 3}
 
 
 class TensorRTOps(Ops[View]):
@@ -88,13 +87,15 @@ class TensorRTOps(Ops[View]):
         layers, dtype = self.layers, self.options.dtype
         rows, columns = self.host_weight(weight).shape
         require(columns == x.width, f"weight {weight} has {columns} columns for {x.width} features")
-        left, right = self._slicer.node(x), self._constant(weight, dtype, (1, rows, columns))
-        if self.options.float32_matmul:
-            left, right = layers.cast(left, "float32"), layers.cast(right, "float32")
-        y = layers.matmul(left, right, transpose_b=True)
+        y = self._product(self._slicer.node(x), self._constant(weight, dtype, (1, rows, columns)), transpose_b=True)
         if bias is not None:
             y = layers.binary("SUM", y, layers.cast(self._constant(bias, dtype, (1, 1, rows)), y.dtype))
         return View.whole(layers.cast(y, dtype), rows)
+
+    def _product(self, a: Node, b: Node, *, transpose_b: bool = False) -> Node:
+        """Matrix product of two tensors of the model's dtype: in it, or in fp32 where the options say so."""
+        dtype = "float32" if self.options.float32_matmul else self.options.dtype
+        return self.layers.matmul(self.layers.cast(a, dtype), self.layers.cast(b, dtype), transpose_b=transpose_b)
 
     def rms_norm(self, x: View, weight: str, eps: float, *, group_size: int | None = None) -> View:
         return self._flat(self._normalised(x, weight, eps, group_size or x.width), x.width)
@@ -174,7 +175,8 @@ class TensorRTOps(Ops[View]):
         if key not in self._rotations:
             layers, half = self.layers, rotary_dim // 2
             scope, layers.scope = layers.scope, "rotation/"
-            frequencies = np.float32(theta) ** -(np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim))
+            # numpy's fp32 power is off by a bit at times, which far positions multiply: fp64, rounded once.
+            frequencies = (float(theta) ** -(np.arange(0, rotary_dim, 2) / rotary_dim)).astype(np.float32)
             positions = np.arange(self.options.max_positions, dtype=np.float32)
             angles = np.zeros((self.options.max_positions, half + 1), np.float32)
             angles[:, :half] = positions[:, None] * frequencies
@@ -246,7 +248,7 @@ class TensorRTOps(Ops[View]):
                 "A_log": self._constant(a_log, "float32"),
                 "dt_bias": self._constant(dt_bias, "float32", (size,)),
             }
-        fields: dict[str, Any] = {"kind": _KIND_CODES[spec.kind], "qk_l2norm": int(spec.qk_l2norm)}
+        fields: dict[str, Any] = {"kind": KIND_CODES[spec.kind], "qk_l2norm": int(spec.qk_l2norm)}
         if spec.kind == KIMI_DELTA:
             fields.update(gate_bounded=int(spec.gate == "bounded"), gate_lower_bound=spec.gate_lower_bound)
         return View.whole(self._replay.recurrence("ReplayGatedDelta", layer, data, constants, fields), v.width)
@@ -286,15 +288,15 @@ class TensorRTOps(Ops[View]):
         slow in TensorRT 8.6, and cannot be captured in a CUDA graph.
         """
         layers, (heads, size, out) = self.layers, shape
-        product = layers.matmul(layers.reshape(x, (-1, heads, size), then=(1, 0, 2)), matrices)
-        rows = layers.reshape(product, then=(1, 0, 2))
+        product = self._product(layers.reshape(x, (-1, heads, size), then=(1, 0, 2)), matrices)
+        rows = layers.reshape(layers.cast(product, self.options.dtype), then=(1, 0, 2))
         return View.whole(layers.reshape_to(rows, self._slicer.sizes(heads * out)), heads * out)
 
     def _attend(
         self, layer: int, q: View, kept: Sequence[View], shape: KVShape, queries_per_key: int, scale: float
     ) -> View:
         if self._attention is None:
-            self._attention = Attention(self.layers, self.options.max_positions)
+            self._attention = Attention(self.layers, self.options)
         tokens = [self._slicer.node(part) for part in kept]
         out = self._attention.attend(
             layer, self._slicer.node(q), tokens, shape, queries_per_key=queries_per_key, scale=scale

@@ -11,13 +11,11 @@ from typing import Any
 
 from ..layout import ConvLayout, SlotLayout
 from ..models.config import HybridConfig
-from ..plugins import PLUGIN_FIELDS, TYPE_IDS
+from ..plugins import PLUGIN_FIELDS, TYPE_IDS, VECTOR_INPUTS
 from .tensorrt_io import IO, ROWS, SLOTS, TOKENS, NetworkOptions
 from .tensorrt_layers import Layers, Node
 from .tensorrt_views import Slicer, View
 
-#: Operands that plugins read element by element; all others by vectors of 16 bytes.
-_BY_ELEMENT = ("dt", "a", "b")
 _WORD_BYTES = 4
 
 
@@ -101,7 +99,7 @@ class Replay:
             if values[flag if flag == "has_initial" else f"has_{flag}"]:
                 tensors[flag] = layers.input(flag, (ROWS,))
         for operand, view in data.items():
-            in_place = view.is_aligned or operand in _BY_ELEMENT
+            in_place = view.is_aligned or operand not in VECTOR_INPUTS
             chosen = view if in_place else View.whole(self._slicer.node(view), view.width)
             tensors[operand] = chosen.node
             values[f"{operand.lower()}_offset"] = chosen.offset

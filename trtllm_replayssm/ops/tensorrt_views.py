@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..plugins import ALIGNMENT
 from ..spec import DTYPE_BYTES
 from .tensorrt_io import ROWS, TOKENS
 from .tensorrt_layers import Layers, Node
-
-#: Plugins load vectors of 16 bytes: a view that they read in place begins at, and has rows of, multiples of it.
-ALIGNMENT_BYTES = 16
 
 
 class View(NamedTuple):
@@ -36,9 +34,9 @@ class View(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a plugin can load 16-byte vectors from it."""
+        """Whether a plugin can load vectors from it: it begins at, and has rows of, whole ones."""
         size = DTYPE_BYTES[self.node.dtype]
-        return self.offset * size % ALIGNMENT_BYTES == 0 and self.total * size % ALIGNMENT_BYTES == 0
+        return self.offset * size % ALIGNMENT == 0 and self.total * size % ALIGNMENT == 0
 
 
 class Slicer:

@@ -37,11 +37,14 @@ class SequenceBooks:
         max_batch: slots, so the most sequences that live at once. At least 1.
         max_positions: most tokens per sequence, prompt included. At least 1.
         spec_len: T, the most tokens of one verify, 1..16.
+        keeps_all: the backend cannot forget tokens, so a commit must keep all of its verify.
 
     Every method raises ReplayError for arguments that are wrong, and then has changed nothing.
     """
 
-    def __init__(self, *, vocab_size: int, max_batch: int, max_positions: int, spec_len: int = 1) -> None:
+    def __init__(
+        self, *, vocab_size: int, max_batch: int, max_positions: int, spec_len: int = 1, keeps_all: bool = False
+    ) -> None:
         require_int("max_batch", max_batch, 1, 65536)
         require_int("max_positions", max_positions, 1, 1 << 24)
         require_int("spec_len", spec_len, 1, MAX_SPEC_LEN)
@@ -49,6 +52,7 @@ class SequenceBooks:
         self._max_batch = max_batch
         self._max_positions = max_positions
         self._spec_len = spec_len
+        self._keeps_all = keeps_all
         self._free: list[int] = list(range(max_batch - 1, -1, -1))
         self._live: dict[int, SequenceEntry] = {}
 
@@ -137,8 +141,7 @@ class SequenceBooks:
     def _verified(self, seqs: Sequence[int], steps: int) -> None:
         """``steps`` tokens of each of ``seqs`` were decoded and wait for a commit."""
         for seq in seqs:
-            entry = self._live[seq]
-            entry.pending, entry.accepted = steps, ALL
+            self._live[seq].pending = steps
 
     def _commit(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
         """Keep so many tokens of the last verify of ``seqs``."""
@@ -147,7 +150,10 @@ class SequenceBooks:
         for seq, count in zip(seqs, counts):
             entry = self._sequence(seq)
             require(entry.pending > 0, f"sequence {seq} has no verify to commit")
-            require_int(f"accepted of sequence {seq}", count, 0, entry.pending, " (tokens of its last verify)")
+            least, why = 0, " (tokens of its last verify)"
+            if self._keeps_all:
+                least, why = entry.pending, " (all of its last verify: the engine was built without draft tokens)"
+            require_int(f"accepted of sequence {seq}", count, least, entry.pending, why)
         for seq, count in zip(seqs, counts):
             entry = self._live[seq]
             entry.length, entry.pending, entry.accepted = entry.length + count, 0, count

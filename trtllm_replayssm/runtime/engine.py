@@ -7,7 +7,8 @@ A decode step is captured in a CUDA graph the second time its shape (rows, token
 comes up, and replayed from then on. For that rows are padded to a power of two and the length to a power of two, so
 that few shapes come up. Each graph has its own execution context; all contexts share one block of scratch memory, since
 one stream runs them one after another. Where TensorRT cannot be captured (some of its kernels wait for the stream),
-steps run without graphs, at the same padded shapes.
+steps run without graphs, at the same padded shapes. A capture comes before the step that it is made for, so a refusal
+that is raised has moved no state.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ..build.directory import (
     read_engine_config,
 )
 from ..errors import ReplayError, require
+from ..ops.tensorrt_io import CONTEXT, GENERATION
 from .books import ALL
 from .cuda import Cuda, DeviceBuffer, Graph, Stream
 from .engine_memory import SLOT_MAPPING, EngineMemory, LibraryCall
 
-CONTEXT, GENERATION = "context", "generation"
 MAX_GRAPHS = 16
 #: Value of ``graphs``: a step that cannot be captured is an error.
 REQUIRE = "require"
@@ -53,11 +54,12 @@ class Engine:
         config: of the engine directory. trt: the tensorrt module. engine: its ICudaEngine.
         api: CUDA. call: the native library. decay: see EngineMemory.
         graphs: True: capture decode steps in CUDA graphs; where TensorRT refuses, say so once in a RuntimeWarning and
-            go on without. False: do not. REQUIRE: a refused capture raises RuntimeError. device: index of the GPU.
+            go on without. False: do not. REQUIRE: a refused capture raises RuntimeError, as does every later step that
+            has no graph. device: index of the GPU.
         log: what the logger of ``engine`` writes into.
 
     Attributes:
-        config, memory, stream.
+        config, memory, stream, device.
         refusal: why steps are not captured, in TensorRT's words; empty where nothing was refused. One refusal counts
             for every shape, since each try would take another execution context.
 
@@ -82,7 +84,7 @@ class Engine:
                 f"graphs is {graphs!r}; it must be True, False or {REQUIRE!r}")  # fmt: skip
         api.set_device(device)
         self.config = config
-        self._device = device
+        self.device = device
         self.stream = Stream(api)
         self._cuda, self._trt, self._engine = api, trt, engine
         _check_tensors(config, engine)
@@ -103,8 +105,12 @@ class Engine:
 
         Returns:
             logits [vocab] after the last token of each prompt, as ``fetch`` makes them.
+
+        Raises:
+            ReplayError: more prompts than the engine has rows.
         """
-        self._cuda.set_device(self._device)  # another user of the thread may have chosen another one
+        self._cuda.set_device(self.device)  # another user of the thread may have chosen another one
+        self._check_rows(len(slots))
         most = self.config.limits.max_input_len
         logits: dict[int, Any] = {}
         for start in range(0, max(len(p) for p in prompts), most):
@@ -113,70 +119,82 @@ class Engine:
             self._run_context([slots[i] for i in rows], pieces, start)
             out = fetch(len(rows), 1)
             for at, i in enumerate(rows):
-                if len(prompts[i]) <= start + most:
-                    logits[i] = out[at, 0]
+                logits[i] = out[at, 0]  # the last piece's stay
         return [logits[i] for i in range(len(prompts))]
 
     def step(self, slots: Sequence[int], tokens: np.ndarray, lengths: Sequence[int], accepted: Sequence[int]) -> None:
         """Put one step into the stream: tokens [n, T] behind ``lengths`` tokens of each row; see Session._launch.
 
-        The logits [n, T, vocab] are in the memory's output when the stream got there.
+        The logits [n, T, vocab] are in the memory's output when the stream got there. Raises ReplayError for more rows
+        than the engine has.
         """
-        self._cuda.set_device(self._device)
+        self._cuda.set_device(self.device)
         rows, steps = tokens.shape
+        self._check_rows(rows)
         bound = max(1, *lengths)
         if self._graphs_on:
             rows = min(_power_of_two(rows), self.config.limits.max_batch)
             bound = min(max(_power_of_two(bound), _SMALLEST_BOUND), self.config.limits.max_positions)
         self._stage_step(slots, tokens, lengths, accepted, rows, bound)
         key = (rows, steps, bound)
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-            self._graphs[key][1].launch(self.stream.handle)
-            return
-        if not self._graphs_on or self.refusal or not self._worth_capturing(key):
+        graph = self._graph_of(key)
+        if graph is None:
             self._execute(self._eager[GENERATION], key)
         else:
-            self._capture(key)
+            graph.launch(self.stream.handle)
 
     def recurrent_state(self, slot: int, accepted: int) -> dict[int, np.ndarray]:
         """See EngineMemory.recurrent_state."""
-        self._cuda.set_device(self._device)
+        self._cuda.set_device(self.device)
         return self.memory.recurrent_state(slot, accepted)
 
-    def _capture(self, key: Key) -> None:
-        """Run the staged step in a context of its own, and capture that context for the steps to come."""
+    def _check_rows(self, rows: int) -> None:
+        most = self.config.limits.max_batch
+        require(rows <= most, f"{rows} sequences in one call; the engine takes {most} (max_batch)")
+
+    def _graph_of(self, key: Key) -> Graph | None:
+        """The graph of the steps of these sizes, captured now where that is due; None: the step runs without."""
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key][1]
+        if self.refusal and self._required:
+            raise RuntimeError(f"{_not_captured(key)}: {self.refusal}")
+        if not self._graphs_on or self.refusal or not self._worth_capturing(key):
+            return None
+        return self._capture(key)
+
+    def _capture(self, key: Key) -> Graph | None:
+        """Capture the staged step in a context of its own, without running it; None where TensorRT refuses."""
         rows, steps, _ = key
         context = self._context(GENERATION)
         slots = self.memory.staged(SLOT_MAPPING)
-        # TensorRT settles the shapes of a context, and loads kernels, in its first runs: one of padding alone, which
-        # moves no state, and then the step itself.
+        # TensorRT settles the shapes of a context, and loads kernels, in its first runs: of padding alone, which moves
+        # no state.
         self.memory.stage(SLOT_MAPPING, np.full(rows, -1))
         self._execute(context, key)
-        self.stream.synchronize()  # the staged inputs may be written again
-        self.memory.stage(SLOT_MAPPING, slots)
         self._enqueue(context, rows, steps)
-        self.stream.synchronize()  # nothing of this context is under way when the capture begins
+        self.stream.synchronize()  # nothing is under way when the capture begins; staged inputs may be written again
+        self.memory.stage(SLOT_MAPPING, slots)
         self._log.clear()
         try:
             graph = self.stream.capture(lambda: self._enqueue(context, rows, steps))
         except (RuntimeError, ReplayError) as error:  # CudaError is a RuntimeError
             self._refuse(key, error)
-            return
+            return None
         self._graphs[key] = (context, graph)
         while len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)[1][1].close()
+        return graph
 
     def _refuse(self, key: Key, error: Exception) -> None:
-        """Remember and say why a step, which has run, was not captured. Raises where graphs are required."""
+        """Remember and say why a step, which has not run yet, is not captured. Raises where graphs are required."""
         self._cuda.forget_error()
         self.stream.synchronize()
-        rows, steps, bound = key
         self.refusal = str(error)
-        what = f"a step of {rows} rows x {steps} tokens behind {bound} cached ones was not captured in a CUDA graph"
         if self._required:
-            raise RuntimeError(f"{what}: {error}") from error
-        warnings.warn(f"{what}; steps run without graphs: {error}", RuntimeWarning, stacklevel=4)
+            raise RuntimeError(f"{_not_captured(key)}: {error}") from error
+        message = f"{_not_captured(key)}; steps run without graphs: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     @property
     def graphs(self) -> list[Key]:
@@ -195,6 +213,7 @@ class Engine:
         for i, piece in enumerate(pieces):
             ids[i, : len(piece)] = piece
             positions[i, : len(piece)] = start + np.arange(len(piece))
+        self.stream.synchronize()  # an earlier call may still read the staged inputs
         stage, bound = self.memory.stage, max(1, start)
         stage("input_ids", ids)
         stage("positions", positions)
@@ -209,7 +228,6 @@ class Engine:
         context = self._eager[CONTEXT]
         self._set_shapes(context, rows, longest, bound, 1)
         self._enqueue(context, rows, longest)
-        self.stream.synchronize()  # the staged inputs may be written again
 
     def _stage_step(
         self,
@@ -222,7 +240,7 @@ class Engine:
     ) -> None:
         """Inputs of a step of ``rows`` rows; those behind the given ones are padding."""
         given, steps = tokens.shape
-        self.stream.synchronize()  # an earlier step may still read the staged inputs
+        self.stream.synchronize()  # an earlier call may still read the staged inputs
 
         def padded(values: Any, fill: int) -> np.ndarray:
             out = np.full((rows, *np.shape(values)[1:]), fill, np.int32)
@@ -368,6 +386,11 @@ def _check_tensors(config: EngineConfig, engine: Any) -> None:
     profiles = int(engine.num_optimization_profiles)
     require(profiles == len(config.profiles), f"the engine has {profiles} profiles; config.json names "
             f"{len(config.profiles)}: build it again")  # fmt: skip
+
+
+def _not_captured(key: Key) -> str:
+    rows, steps, bound = key
+    return f"a step of {rows} rows x {steps} tokens behind {bound} cached ones was not captured in a CUDA graph"
 
 
 def _power_of_two(value: int) -> int:

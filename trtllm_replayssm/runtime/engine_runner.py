@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import require
+from ..errors import ReplayError, require
 from ..spec import require_int
 from .books import SequenceBooks
 from .engine import Engine, open_engine
@@ -44,13 +44,14 @@ class EngineRunner(SequenceBooks):
             max_batch=batch_of(self.engine, max_batch),
             max_positions=positions_of(self.engine, max_positions),
             spec_len=config.limits.spec_len,
+            keeps_all=config.io.get("accepted") is None,
         )
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], np.ndarray]:
         """Start a sequence for each of ``prompts``. Returns (handles, logits [n, vocab] fp32 after the last tokens)."""
         self._check_prompts(prompts)
         for i, prompt in enumerate(prompts):
-            self._check_ids(np.asarray(prompt), f"prompt {i}", 1)
+            self._check_ids(_grid(f"prompt {i}", prompt), f"prompt {i}", 1)
         slots = self._take_slots(len(prompts))
         try:
             logits = self.engine.scan(slots, prompts, self.engine.memory.host_logits)
@@ -62,7 +63,7 @@ class EngineRunner(SequenceBooks):
 
     def step(self, seqs: Sequence[int], tokens: Any) -> np.ndarray:
         """Append one token to each of ``seqs`` and commit it. tokens [n] -> logits [n, vocab] fp32."""
-        grid = np.asarray(tokens)
+        grid = _grid("tokens", tokens)
         require(grid.ndim == 1, f"tokens has shape {grid.shape}; it must be [n]")
         logits = self._decode(seqs, grid[:, None])
         self._stepped(seqs)
@@ -70,7 +71,7 @@ class EngineRunner(SequenceBooks):
 
     def verify(self, seqs: Sequence[int], tokens: Any) -> np.ndarray:
         """Run T tokens of each of ``seqs`` without committing them. tokens [n, T] -> logits [n, T, vocab] fp32."""
-        grid = np.asarray(tokens)
+        grid = _grid("tokens", tokens)
         require(grid.ndim == 2, f"tokens has shape {grid.shape}; it must be [n, T]")
         self._check_steps(grid.shape[1])
         logits = self._decode(seqs, grid)
@@ -79,7 +80,7 @@ class EngineRunner(SequenceBooks):
 
     def commit(self, seqs: Sequence[int], accepted: Any) -> None:
         """Keep the first ``accepted`` [n] tokens of the last verify of ``seqs``; forget the others."""
-        counts = np.asarray(accepted).reshape(-1)
+        counts = _grid("accepted", accepted).reshape(-1)
         require(
             counts.dtype.kind in "iu" or not counts.size, f"accepted is {counts.dtype}; counts must be whole numbers"
         )
@@ -100,6 +101,14 @@ class EngineRunner(SequenceBooks):
         require(ids.dtype.kind in "iu", f"{name} has dtype {ids.dtype}; token ids must be whole numbers")
         require(ids.ndim == rank, f"{name} has shape {ids.shape}; it must have {rank} axes")
         self._check_range(int(ids.min()), int(ids.max()), name)
+
+
+def _grid(name: str, values: Any) -> np.ndarray:
+    """``values`` as an array. Raises ReplayError for rows of several lengths."""
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise ReplayError(f"{name} is no array: {error}") from None
 
 
 def batch_of(engine: Engine, max_batch: int | None) -> int:

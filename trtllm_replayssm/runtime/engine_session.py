@@ -25,7 +25,7 @@ class EngineSession(Session):
     Args:
         engine: an engine directory, or an Engine. max_batch: sequences at once; default and most: the engine's slots.
         max_positions: tokens per sequence; default and most: the engine's.
-        device: index of the GPU. graphs: see Engine.
+        device: index of the GPU that a directory is loaded onto. graphs: see Engine.
 
     Raises:
         ReplayError: see open_engine; max_positions above the engine's limit.
@@ -42,12 +42,13 @@ class EngineSession(Session):
     ) -> None:
         self.engine = engine if isinstance(engine, Engine) else open_engine(engine, device=device, graphs=graphs)
         self.config = self.engine.config.model
-        self._gpu = device if torch.cuda.is_available() else None
+        self._gpu = self.engine.device if torch.cuda.is_available() else None
         super().__init__(
             vocab_size=self.config.vocab_size,
             max_batch=batch_of(self.engine, max_batch),
             max_positions=positions_of(self.engine, max_positions),
             spec_len=self.engine.config.limits.spec_len,
+            keeps_all=self.engine.config.io.get("accepted") is None,
         )
 
     def _prefill(self, slots: list[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ..errors import require
+from ..errors import ReplayError, require
 from .books import ALL, SequenceBooks
 
 __all__ = ["ALL", "Session"]
@@ -47,7 +48,7 @@ class Session(SequenceBooks, ABC):
 
     def step(self, seqs: Sequence[int], tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Append one token to each of ``seqs`` and commit it. tokens [n] -> logits [n, vocab] fp32."""
-        grid = torch.as_tensor(tokens).cpu()
+        grid = _tensor("tokens", tokens).cpu()
         require(grid.dim() == 1, f"tokens has shape {tuple(grid.shape)}; it must be [n]")
         logits = self._decode(seqs, grid[:, None])
         self._stepped(seqs)
@@ -58,7 +59,7 @@ class Session(SequenceBooks, ABC):
 
         Until :meth:`commit` says how many stay, these sequences can only be committed or released.
         """
-        grid = torch.as_tensor(tokens).cpu()
+        grid = _tensor("tokens", tokens).cpu()
         require(grid.dim() == 2, f"tokens has shape {tuple(grid.shape)}; it must be [n, T]")
         steps = int(grid.shape[1])
         self._check_steps(steps)
@@ -68,7 +69,7 @@ class Session(SequenceBooks, ABC):
 
     def commit(self, seqs: Sequence[int], accepted: Sequence[int] | torch.Tensor) -> None:
         """Keep the first ``accepted`` [n] tokens (0..T each) of the last verify of ``seqs``; forget the others."""
-        counts = torch.as_tensor(accepted).flatten()
+        counts = _tensor("accepted", accepted).flatten()
         whole = not counts.is_floating_point() and counts.dtype != torch.bool
         require(whole or not counts.numel(), f"accepted is {counts.dtype}; counts must be whole numbers")
         self._commit(seqs, counts.tolist())
@@ -99,7 +100,15 @@ class Session(SequenceBooks, ABC):
         return self._launch(list(seqs), tokens.to(torch.int64), lengths, accepted)
 
     def _check_tokens(self, tokens: Sequence[int] | torch.Tensor, name: str) -> None:
-        ids = torch.as_tensor(tokens)
+        ids = _tensor(name, tokens)
         whole = not ids.is_floating_point() and ids.dtype != torch.bool
         require(whole, f"{name} has dtype {ids.dtype}; token ids must be whole numbers")
         self._check_range(int(ids.min()), int(ids.max()), name)
+
+
+def _tensor(name: str, values: Sequence[Any] | torch.Tensor) -> torch.Tensor:
+    """``values`` as a tensor. Raises ReplayError for rows of several lengths, and for what are no numbers."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ReplayError(f"{name} is no tensor: {error}") from None

@@ -16,14 +16,11 @@ from typing import Any
 
 from .. import plugins
 from ..errors import ReplayError, require
+from ..kernels.abi import KIND_CODES
 from ..spec import DTYPE_BYTES, GATED_DELTA, KIMI_DELTA, MAMBA2, ConvSpec, RecurrenceSpec
 from . import requirement
 
-#: Values of the plugin field ``kind``.
-KIND_CODES = {GATED_DELTA: 2, KIMI_DELTA: 3}
-#: Data inputs whose first column and row length must be whole 16-byte vectors.
-ALIGNED_INPUTS = ("x", "z", "B", "C", "q", "k", "v")
-ALIGNMENT = 16
+_DELTA_KINDS = (GATED_DELTA, KIMI_DELTA)
 _NAMES = {code: name for name, code in plugins.TYPE_IDS.items()}
 
 
@@ -137,7 +134,7 @@ def replay_gated_delta(
     Raises:
         ReplayError: as replay_mamba2.
     """
-    require(spec.kind in KIND_CODES, f"kind is {spec.kind}; replay_gated_delta takes {', '.join(KIND_CODES)}")
+    require(spec.kind in _DELTA_KINDS, f"kind is {spec.kind}; replay_gated_delta takes {', '.join(_DELTA_KINDS)}")
     data = {"q": q, "k": k, "v": v, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
     values = {
         "kind": KIND_CODES[spec.kind],
@@ -204,7 +201,7 @@ def _type_id(tensor: Any, act_dtype: str) -> int:
 
 def is_aligned(columns: int, dtype: str) -> bool:
     """Whether ``columns`` elements of ``dtype`` are whole 16-byte vectors."""
-    return columns * DTYPE_BYTES[dtype] % ALIGNMENT == 0
+    return columns * DTYPE_BYTES[dtype] % plugins.ALIGNMENT == 0
 
 
 def _offset_values(names: tuple[str, ...], offsets: Mapping[str, int] | None, dtype: str) -> dict[str, int]:
@@ -215,8 +212,8 @@ def _offset_values(names: tuple[str, ...], offsets: Mapping[str, int] | None, dt
         whole = isinstance(offset, int) and not isinstance(offset, bool) and offset >= 0
         require(whole, f"offset of {name} is {offset!r}; it must be a whole number, 0 or more")
         require(
-            name not in ALIGNED_INPUTS or is_aligned(offset, dtype),
-            f"offset of {name} is {offset} elements of {dtype}; it must be a multiple of {ALIGNMENT} bytes",
+            name not in plugins.VECTOR_INPUTS or is_aligned(offset, dtype),
+            f"offset of {name} is {offset} elements of {dtype}; it must be a multiple of {plugins.ALIGNMENT} bytes",
         )
     return {f"{name.lower()}_offset": offset for name, offset in given.items()}
 

@@ -17,6 +17,7 @@ from ..errors import ReplayError, require
 from ..models.config import HybridConfig
 from ..models.decoder import EMBEDDING, weight_shapes
 from ..ops.base import Ops
+from ..plugins import VECTOR_INPUTS
 from ..spec import KIMI_DELTA, MAMBA2, ConvSpec, RecurrenceSpec, require_choice
 from . import functional as replay
 from . import requirement
@@ -271,7 +272,7 @@ class TrtllmOps(Ops[Any]):
         for name, x in values.items():
             readable = all(replay.is_aligned(columns, self.config.dtype) for columns in (x.offset, x.width))
             assert x.rotation is None
-            if readable or name not in replay.ALIGNED_INPUTS:
+            if readable or name not in VECTOR_INPUTS:
                 tensors[name], offsets[name] = x.tensor, x.offset
             else:
                 tensors[name] = self.tensor(x)
