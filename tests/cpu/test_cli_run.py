@@ -151,6 +151,8 @@ def test_stops_at_the_position_limit(checkpoint: Path, capsys: pytest.CaptureFix
     argv = [checkpoint, "--prompt", "x" * 60, "--max-new-tokens", 50, "--ignore-eos", "--draft-tokens", 2]
     (row,) = run_json(argv, capsys)["completions"]
     assert (len(row["tokens"]), row["finish_reason"]) == (4, "positions")
+    assert call(["run", *argv]) == 0
+    assert "; 1 text ended at the position limit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -160,6 +160,13 @@ def test_broken_packages_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert hung["cmake"]["status"] in ("ok", "missing")
 
 
+def test_a_package_of_the_working_directory_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that the doctor is called in does not stand in for the package that is installed."""
+    make_packages(tmp_path, trtllm_replayssm="raise RuntimeError('not this one')", rich="raise OSError('nor this')")
+    monkeypatch.chdir(tmp_path)
+    assert probes.run_in_child(["rich"], timeout=60)["rich"]["status"] in ("ok", "missing")
+
+
 def test_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     results = probes.run_in_child(["rich", "numpy"])

@@ -68,7 +68,11 @@ def test_damaged_and_absent_ones(directory: Path, tmp_path: Path) -> None:
     assert "decay.npz cannot be used" in examine_engine(str(directory), FOUND)["detail"]
     (directory / "rank0.engine").write_bytes(b"other")
     assert "it is cut off" in examine_engine(str(directory), FOUND)["detail"]
-    assert "is not a directory" in examine_engine(str(tmp_path / "none"), FOUND)["detail"]
+    assert examine_engine(str(directory), FOUND)["do"].endswith(f"{directory} --overwrite")
+    absent = examine_engine(str(tmp_path / "none"), FOUND)
+    assert "is not a directory" in absent["detail"] and absent["do"].endswith(f" CHECKPOINT {tmp_path / 'none'}")
+    other = examine_engine(str(tmp_path / "checkpoint"), FOUND)  # build would not overwrite it
+    assert not other["runs"] and "--overwrite" not in other["do"]
 
 
 def test_the_command(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -436,6 +436,20 @@ def test_weight_files_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (tmp_path / name).write_bytes(bytes(size))
     plan = run_json(capsys, str(tmp_path))
     assert (plan["model"]["weights_bytes"], plan["model"]["weights_from"]) == (8000, "files")
+    plan = run_json(capsys, str(tmp_path), "--weights-dtype", "fp8")
+    assert (plan["model"]["weights_bytes"], plan["model"]["weights_from"]) == (
+        plan["model"]["params"],
+        "parameters in fp8",
+    )
+
+
+def test_ranks_that_are_advised_are_ranks_that_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """1,099 GB ask for nine H200s, which cannot share the heads evenly."""
+    words = ["nemotron-3-ultra"]
+    (note,) = [line for line in run_json(capsys, *words)["notes"] if "weights need" in line]
+    assert note.endswith("use --tp 16 or more, or a smaller --weights-dtype")
+    notes = run_json(capsys, *words, "--tp", "16")["notes"]
+    assert not any("weights need" in line for line in notes)
 
 
 @pytest.mark.parametrize("config", [NANO, {**KIMI_48B, "num_experts": None}], ids=["nano-4b", "kimi, dense"])

@@ -60,7 +60,7 @@ def expected(checkpoint: Path, device: str) -> dict[str, np.ndarray]:
 
 def main() -> None:
     """Write everything for the dtypes asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--checkpoints-only", action="store_true", help="the expected values are there already")

@@ -76,10 +76,12 @@ class Printer:
 
 
 def speed_line(completions: Sequence[Completion], seconds: float) -> str:
-    """Tokens, time and, with drafts, how many were kept."""
+    """Tokens, time, with drafts how many were kept, and how many texts the model's position limit cut off."""
     tokens = sum(len(c.tokens) for c in completions)
     line = f"{count(tokens, 'token')} in {seconds:.2f} s ({tokens / max(seconds, 1e-9):.1f} tokens/s)"
-    return line + drafts_text(sum(c.drafted for c in completions), sum(c.accepted for c in completions))
+    line += drafts_text(sum(c.drafted for c in completions), sum(c.accepted for c in completions))
+    cut = sum(c.finish_reason == "positions" for c in completions)
+    return line + (f"; {count(cut, 'text')} ended at the position limit" if cut else "")
 
 
 def drafts_text(drafted: int, accepted: int) -> str:

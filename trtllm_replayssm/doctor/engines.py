@@ -18,10 +18,11 @@ def examine_engine(path: str, found: Mapping[str, Result]) -> dict[str, Any]:
     """
     from ..build.directory import check_library, check_tensorrt, describe, read_decay, read_engine, read_engine_config
 
-    again = f"trtllm-replayssm build CHECKPOINT {path} --overwrite"
+    directory = Path(path)
+    again = f"trtllm-replayssm build CHECKPOINT {path if not directory.exists() else 'ENGINE'}"
     try:
-        directory = Path(path)
         config = read_engine_config(directory)
+        again = f"trtllm-replayssm build CHECKPOINT {path} --overwrite"
         read_engine(directory, config)
         read_decay(directory, config)
         module = config.tensorrt[0]

@@ -30,13 +30,17 @@ PACKAGES = {
     "jinja2": ("jinja2", "3.1", ""),
     "matplotlib": ("matplotlib", "3.8", ""),
     "rich": ("rich", "13", ""),
-    "transformers": ("transformers", "5.24", "6"),
+    "transformers": ("transformers", "5.20", "6"),
     "tensorrt": ("tensorrt", "8.6", "12"),
     "tensorrt_rtx": ("tensorrt-rtx", "", ""),
     "tensorrt_llm": ("tensorrt-llm", "1.2.1", "1.2.2"),
 }
-#: What the child runs; the names of its probes are its arguments.
-_CHILD = "import sys; from trtllm_replayssm.doctor.probes import child_main; child_main(sys.argv[1:])"
+#: What the child runs; the names of its probes are its arguments. The working directory, which Python puts in front of
+#: sys.path as '', would replace the installed package by a checkout that the doctor is called in.
+_CHILD = (
+    "import sys; sys.path[:] = [part for part in sys.path if part]; "
+    "from trtllm_replayssm.doctor.probes import child_main; child_main(sys.argv[1:])"
+)
 Result = dict[str, Any]
 
 

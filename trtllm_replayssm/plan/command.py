@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-dtype", default="float32", help=f"{', '.join(STATE_DTYPES[:3])} (default float32)")
     add("--act-dtype", default="bfloat16", help=f"{', '.join(ACT_DTYPES[:3])} (default bfloat16)")
     add("--read-copy", default="none", help=f"{', '.join(READ_COPIES)} (default none)")
-    add("--weights-dtype", default="bf16", help=f"{', '.join(WEIGHT_BYTES)} (default bf16)")
+    add("--weights-dtype", help=f"{', '.join(WEIGHT_BYTES)} (default: that of weight files, else bf16)")
     add("--weights-bytes", type=float, metavar="BYTES", help="bytes of all weights, in place of parameters x dtype")
     add("--reserve", type=float, default=0.1, help="share of GPU memory kept free (default 0.1)")
     add("--plot", metavar="FILE", help="write speed-up over window as .png, .svg or .pdf")

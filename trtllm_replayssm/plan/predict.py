@@ -29,6 +29,7 @@ from .shapes import Gpu, ModelShape, Recurrent
 
 #: Bytes per parameter; fp4 is 4 bits plus one 8-bit scale per 16 values.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}
+DEFAULT_WEIGHTS = "bf16"
 MODES = ("conventional", "native_speculative", "replay")
 _TABLE_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -41,7 +42,8 @@ class Workload:
         batch: sequences per step. context: tokens of each in the KV cache. tp: tensor-parallel ranks.
         window: L, or None for the best one. draft_tokens: T - 1. acceptance: tokens kept per step, the model's own
             included, 1..T; None takes 1 + 2/3 of the drafts.
-        state_dtype, act_dtype, read_copy: as in RecurrenceSpec. weights_dtype: a key of WEIGHT_BYTES.
+        state_dtype, act_dtype, read_copy: as in RecurrenceSpec. weights_dtype: a key of WEIGHT_BYTES, or None for the
+            dtype of the weight files where there are any, else bf16.
         weights_bytes: all weights, in place of parameters x bytes. reserve: share of the GPU's memory kept free.
 
     Raises:
@@ -57,7 +59,7 @@ class Workload:
     state_dtype: str = "float32"
     act_dtype: str = "bfloat16"
     read_copy: str = "none"
-    weights_dtype: str = "bf16"
+    weights_dtype: str | None = None
     weights_bytes: float | None = None
     reserve: float = 0.1
 
@@ -70,7 +72,8 @@ class Workload:
             require_int("window", self.window, 1, MAX_WINDOW, " (1 is conventional decoding)")
         require_choice("state_dtype", self.state_dtype, STATE_DTYPES[:3])
         require_choice("act_dtype", self.act_dtype, ACT_DTYPES[:3])
-        require_choice("weights_dtype", self.weights_dtype, tuple(WEIGHT_BYTES))
+        if self.weights_dtype is not None:
+            require_choice("weights_dtype", self.weights_dtype, tuple(WEIGHT_BYTES))
         ok = math.isfinite(self.reserve) and 0 <= self.reserve < 1
         require(ok, f"reserve is {self.reserve}; it must be at least 0 and below 1")
         if self.weights_bytes is not None:
@@ -226,18 +229,20 @@ def _speedups(layer: _Layer, work: Workload) -> dict[str, float]:
 
 
 def total_weights(model: ModelShape, work: Workload) -> float:
-    """Bytes of all weights: given, read from files, or parameters times bytes."""
+    """Bytes of all weights: given, parameters times bytes of the dtype asked for, read from files, or bf16."""
     if work.weights_bytes is not None:
         return float(work.weights_bytes)
-    if model.weights_bytes is not None:
+    if model.weights_bytes is not None and work.weights_dtype is None:
         return float(model.weights_bytes)
-    return model.params * WEIGHT_BYTES[work.weights_dtype]
+    return model.params * WEIGHT_BYTES[work.weights_dtype or DEFAULT_WEIGHTS]
 
 
 def _weights_from(model: ModelShape, work: Workload) -> str:
     if work.weights_bytes is not None:
         return "given"
-    return f"parameters in {work.weights_dtype}" if model.weights_bytes is None else "files"
+    if model.weights_bytes is not None and work.weights_dtype is None:
+        return "files"
+    return f"parameters in {work.weights_dtype or DEFAULT_WEIGHTS}"
 
 
 def _mode(
@@ -280,9 +285,13 @@ def _notes(result: dict[str, Any], model: ModelShape, work: Workload) -> list[st
     gpu_memory, weights = result["gpu"]["memory"], result["modes"]["replay"]["weights_bytes"]
     room = gpu_memory * (1 - work.reserve)
     if weights > room:
-        ranks = work.tp * math.ceil(weights / room)
+        least = work.tp * math.ceil(weights / room)
+        heads, groups = model.recurrent.nheads, model.recurrent.ngroups
+        possible = (n for n in range(least, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0))
+        ranks = next(possible, None)
         need = f"weights need {weights / 1e9:.0f} GB per GPU of {gpu_memory / 1e9:.0f} GB"
-        notes.append(f"{need}: use --tp {ranks} or more, or a smaller --weights-dtype")
+        more = f"--tp {ranks} or more, or " if ranks else ""
+        notes.append(f"{need}: use {more}a smaller --weights-dtype")
     else:
         fit = {m: v["sequences_fit"] for m, v in result["modes"].items() if v["sequences_fit"] < work.batch}
         for mode, number in fit.items():
