@@ -41,9 +41,12 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint, tmp_path / "copy")
 
 
-def greedy_bytes(prompt: str, count: int) -> bytes:
+BOS = 1
+
+
+def greedy_bytes(prompt: str, count: int, first: tuple[int, ...] = (BOS,)) -> bytes:
     """What transformers' model goes on with."""
-    model, tokens = hf_model("byte", max_position_embeddings=64), list(prompt.encode())
+    model, tokens = hf_model("byte", max_position_embeddings=64), [*first, *prompt.encode()]
     with torch.no_grad():
         for _ in range(count):
             tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
@@ -69,7 +72,7 @@ def test_text_is_the_models(checkpoint: Path, decode: str, capsys: pytest.Captur
     assert err.startswith("12 tokens in ") and err.count("\n") == 1
     data = run_json([checkpoint, "--prompt", PROMPT, "--decode", decode, *OPTIONS], capsys)
     (row,) = data["completions"]
-    assert bytes(row["tokens"]) == want and row["finish_reason"] == "length" and row["prompt_tokens"] == len(PROMPT)
+    assert bytes(row["tokens"]) == want and row["finish_reason"] == "length" and row["prompt_tokens"] == 1 + len(PROMPT)
     assert data["window"] == (16 if decode == "replay" else 1) and data["dtype"] == data["state_dtype"] == "float32"
     assert row["text"] == want.decode("utf-8", "replace")
 
@@ -133,7 +136,7 @@ def test_drafts_change_no_text_and_are_counted(checkpoint: Path, capsys: pytest.
 
 @pytest.mark.parametrize("eos", ["none", "number", "list"])
 def test_stops_at_the_end_token(copy: Path, eos: str, capsys: pytest.CaptureFixture[str]) -> None:
-    want = list(greedy_bytes(PROMPT, 12))
+    want = list(greedy_bytes(PROMPT, 12, first=()))  # what is written below names no token to begin with
     first = want[4]
     path = copy / "generation_config.json"
     if eos == "none":
@@ -148,7 +151,7 @@ def test_stops_at_the_end_token(copy: Path, eos: str, capsys: pytest.CaptureFixt
 
 
 def test_stops_at_the_position_limit(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [checkpoint, "--prompt", "x" * 60, "--max-new-tokens", 50, "--ignore-eos", "--draft-tokens", 2]
+    argv = [checkpoint, "--prompt", "x" * 59, "--max-new-tokens", 50, "--ignore-eos", "--draft-tokens", 2]
     (row,) = run_json(argv, capsys)["completions"]
     assert (len(row["tokens"]), row["finish_reason"]) == (4, "positions")
     assert call(["run", *argv]) == 0
@@ -263,7 +266,7 @@ def test_tokenizer_and_chat(copy: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--state-dtype", "bfloat16", "--read-copy", "bf16"], "read_copy is bf16 with state_dtype bfloat16"),
         (["--chat"], "no chat template"),
         (["--prompt", ""], "prompt 1 is empty"),
-        (["--prompt", "x" * 64], "prompt 1 has 64 tokens; the model's position limit is 64"),
+        (["--prompt", "x" * 63], "prompt 1 has 64 tokens; the model's position limit is 64"),
         (["--prompt-file", "/no/such/file"], "cannot read /no/such/file: No such file or directory"),
         (["--prompt-file", "/proc"], "cannot read /proc: Is a directory"),
         (["--prompt-file", "a\0b"], "cannot read 'a\\x00b'"),

@@ -147,6 +147,19 @@ def test_bytes_of_the_command_line_survive() -> None:
         ByteTokenizer().encode("a\ud800")
 
 
+def test_prompts_of_byte_level_models_begin_as_those_were_trained(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path, 256).encode("ab") == [97, 98]
+    config = tmp_path / "generation_config.json"
+    config.write_text('{"bos_token_id": 0, "eos_token_id": 0}')
+    tok = load_tokenizer(tmp_path, 256)
+    assert tok.encode("ab") == [0, 97, 98] and tok.encode("\0ab") == [0, 97, 98] and tok.encode("") == [0]
+    config.write_text('{"bos_token_id": null}')
+    assert load_tokenizer(tmp_path, 256).encode("") == []
+    config.write_text('{"bos_token_id": 256}')
+    with pytest.raises(ReplayError, match=r"bos_token_id in .*generation_config.json is 256; it must be .*255"):
+        load_tokenizer(tmp_path, 256)
+
+
 def test_half_a_surrogate_is_refused(tmp_path: Path) -> None:
     tok = load_tokenizer(write_tokenizer(tmp_path, byte_level_bpe()), 300)
     with pytest.raises(ReplayError, match=r"cannot be written as UTF-8: .* at character 1"):

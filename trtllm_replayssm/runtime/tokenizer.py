@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ReplayError, require
+from ..spec import require_int
 from .chat import ChatTemplate
 
 BYTE_VOCAB = 256
@@ -77,11 +78,19 @@ class _ByteStream(TextStream):
 
 
 class ByteTokenizer(Tokenizer):
-    """Token id = byte of the UTF-8 text."""
+    """Token id = byte of the UTF-8 text.
+
+    Args:
+        bos: token in front of every prompt that does not begin with it, 0..255, or None.
+    """
+
+    def __init__(self, bos: int | None = None) -> None:
+        self._first = [] if bos is None else [bos]
 
     def encode(self, text: str) -> list[int]:
         try:
-            return list(text.encode("utf-8", "surrogateescape"))
+            ids = list(text.encode("utf-8", "surrogateescape"))
+            return ids if self._first == ids[:1] else self._first + ids
         except UnicodeEncodeError as error:
             raise ReplayError(f"prompt cannot be written as UTF-8: {error.reason} at character {error.start}") from None
 
@@ -243,7 +252,8 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
 
     Args:
         directory: where tokenizer.json may lie, with tokenizer_config.json and chat_template.jinja.
-        vocab_size: of the model; without a tokenizer.json it must be 256, one token per byte.
+        vocab_size: of the model; without a tokenizer.json it must be 256, one token per byte. Prompts then begin with
+            the bos_token_id of generation_config.json, where that names one.
 
     Raises:
         ReplayError: no usable tokenizer, a file that cannot be read, or a library that is missing.
@@ -263,4 +273,12 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
         f"{directory} has no tokenizer.json and vocab_size is {vocab_size}; only byte-level models (vocab_size "
         f"{BYTE_VOCAB}) do without one",
     )
-    return ByteTokenizer()
+    return ByteTokenizer(_first_byte(directory / "generation_config.json"))
+
+
+def _first_byte(path: Path) -> int | None:
+    """bos_token_id of a generation_config.json. Raises ReplayError for one that is no byte."""
+    bos = read_json_object(path).get("bos_token_id") if path.is_file() else None
+    if bos is not None:
+        require_int(f"bos_token_id in {path}", bos, 0, BYTE_VOCAB - 1)
+    return bos
