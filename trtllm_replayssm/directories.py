@@ -1,4 +1,7 @@
-"""Writing a directory whole or not at all; hashes of files. Needs the standard library alone, runs on Python 3.9."""
+"""Writing a directory whole or not at all; telling directories apart; hashes of files.
+
+Needs the standard library alone, runs on Python 3.9.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,35 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import ReplayError, require
 
+#: Object of config.json that every engine directory of this package has.
+ENGINE_KEY = "replayssm_engine"
 _CHUNK = 1 << 22
+_ENGINE_OF_TRTLLM = {"pretrained_config", "build_config"}
+_PUBLISHED = {"model_type", "architectures", "text_config"}
+
+
+def refuse_engine(path: Path, config: Mapping[str, Any], instead: str) -> None:
+    """Raise ReplayError, which says to give ``instead``, where ``config`` is the config.json of an engine at ``path``.
+
+    Engines of TensorRT-LLM's own builder count too.
+    """
+    engine = ENGINE_KEY in config or config.keys() >= _ENGINE_OF_TRTLLM
+    require(not engine, f"{path} is an engine directory; give {instead}")
+
+
+def refuse_published(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ReplayError where ``config`` is the config.json of a Hugging Face checkpoint, at ``path``."""
+    require(
+        "architecture" in config or not _PUBLISHED & config.keys(),
+        f"{path} is a Hugging Face checkpoint; convert it first with: trtllm-replayssm convert {path} OUT_DIR",
+    )
 
 
 def sha256_of(path: Path) -> str:

@@ -363,6 +363,53 @@ def test_builds_that_are_not_tried_again(
     assert build_engine(checkpoint, tmp_path / "out")["precision"] == "obeyed"
 
 
+@pytest.mark.parametrize("precision", ["obey", "prefer"])
+@pytest.mark.parametrize("version, dtype", [("8.6", "float32"), ("10", "float16"), ("10", "bfloat16")])
+def test_a_precision_that_has_no_effect_is_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, dtype: str, precision: str
+) -> None:
+    build = use(StandInBuild(version), monkeypatch)
+    message = (
+        f"precision is {precision} for a {dtype} network of tensorrt {version}.*; it applies to TensorRT 8.6 and flo"
+    )
+    with pytest.raises(ReplayError, match=message):
+        build_engine(checkpoint, tmp_path / "out", BuildOptions(dtype=dtype, precision=precision))
+    assert build.builds == 0 and not any(tmp_path.iterdir())
+    assert build_engine(checkpoint, tmp_path / "out", BuildOptions(dtype=dtype))["precision"] == "obeyed"
+
+
+def test_a_precision_is_refused_by_the_command(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(["build", checkpoint, tmp_path / "out", *IO, "--dtype", "float16", "--precision", "obey"], capsys)
+    assert "precision is obey for a float16 network of tensorrt_rtx" in message and "leave it out" in message
+
+
+def test_directories_that_are_no_checkpoints_are_told_what_to_do(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = checkpoint.parent / "hf"
+    message = refused(["build", hf, tmp_path / "out", *IO], capsys)
+    assert message == (
+        f"{hf} is a Hugging Face checkpoint; convert it first with: trtllm-replayssm convert {hf} OUT_DIR"
+    )
+    made, target = tmp_path / "engine", tmp_path / "out"
+    assert call(["build", checkpoint, made, *IO]) == 0
+    for argv, instead in (
+        (["build", made, target, *IO], "the checkpoint that it was built from"),
+        (["convert", made, target], "the Hugging Face directory that its checkpoint was converted from"),
+        (["plan", made], "the checkpoint that it was built from, or the Hugging Face directory"),
+        (["plan", made / "config.json"], "the checkpoint that it was built from, or the Hugging Face directory"),
+    ):
+        assert refused(argv, capsys) == f"{made} is an engine directory; give {instead}"
+    (made / "config.json").write_text('{"pretrained_config": {}, "build_config": {}}')
+    assert "is an engine directory; give the checkpoint" in refused(["plan", made], capsys)
+    assert "is a checkpoint of this package already" in refused(["convert", checkpoint, target], capsys)
+    (made / "config.json").write_text("{}")
+    assert "has no replayssm object" in refused(["build", made, target, *IO], capsys)
+    assert not target.exists()
+
+
 def test_a_build_that_was_stopped_is_not_tried_again(checkpoint: Path, tmp_path: Path, standin: StandInBuild) -> None:
     def stop(done: int, total: int, what: str) -> None:
         if what == "choosing kernels":

@@ -298,6 +298,35 @@ def test_bad_options_are_refused(
         assert message in refused([*argv, *more], capsys)
 
 
+@pytest.mark.parametrize("device", ["tpu", "xpu", "cuda:x", "meta"])
+def test_a_refused_device_is_one_short_line(checkpoint: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(["run", checkpoint, "--prompt", "a", "--device", device], capsys)
+    assert message == f"device is '{device}'; it must be auto, cpu, cuda or cuda:N"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["conventional", "--window", 16], "--window is 16 with --decode conventional, which is window 1"),
+        (["conventional", "--read-copy", "int8"], "--read-copy is int8 with --decode conventional, which reads the st"),
+        (["both", "--window", 1], "--window is 1 with --decode both; that is conventional decoding against itself"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    options: list[object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", "/nowhere", "--prompt", "a", "--decode", *options]  # before anything is read
+    for more in ([], ["--json"]):
+        assert message in refused([*argv, *more], capsys)
+
+
+def test_conventional_takes_options_that_agree_with_it(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv: list[object] = [checkpoint, "--prompt", PROMPT, "--decode", "conventional", *OPTIONS]
+    bare, said = run_json(argv, capsys), run_json([*argv, "--window", 1, "--read-copy", "none"], capsys)
+    assert bare["completions"] == said["completions"]
+    assert (bare["window"], said["window"], said["read_copy"]) == (1, 1, "none")
+
+
 def rewritten(name: str, **changes: object) -> Callable[[Path], Path]:
     def rewrite(folder: Path) -> Path:
         path = folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,29 @@ def test_the_wide_model_decodes_and_is_bound_by_its_states(tmp_path: Path) -> No
     assert torch.isfinite(logits).all() and logits.std() > 0.1
     (state,) = session.recurrent_state(seqs[0]).values()
     assert state.shape == (128, 64, 128) and state.dtype == torch.float32
+
+
+def run_script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A script of tests/engine in a Python that has no TensorRT."""
+    path = str(Path(__file__).resolve().parents[1] / "engine" / name)
+    code = "import runpy, sys; sys.modules['tensorrt'] = None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code, path, *words], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench_step.py"], "the following arguments are required: ENGINE, ENGINE_WINDOW_1, OUT.md"),
+        (["bench_step.py", "no/engine", "no/other", "{out}"], "engine no/engine is not a directory"),
+        (["check_model.py"], "the following arguments are required"),
+        (["check_plugins.py"], "tensorrt is not installed"),
+        (["check_plugins.py", "{out}"], "tensorrt is not installed"),
+    ],
+)
+def test_scripts_say_what_they_lack(words: list[str], message: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.md"
+    done = run_script(*(word.replace("{out}", str(out)) for word in words))
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and done.stdout == "" and not out.exists()
+    assert last.startswith(f"{words[0]}: error: ") and message in last and "Traceback" not in done.stderr

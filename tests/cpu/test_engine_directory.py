@@ -292,6 +292,14 @@ def test_run_refuses(
     assert message in refused(argv, capsys)
 
 
+@pytest.mark.parametrize("against", [[], ["--against", "w1"]], ids=["alone", "itself"])
+def test_window_1_against_itself_is_no_comparison(
+    engines: dict[str, Path], against: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", engines["w1"], *OPTIONS, "--decode", "both", *(engines.get(word, word) for word in against)]
+    assert "the engine has window 1: that is conventional decoding against itself" in refused(argv, capsys)
+
+
 def test_another_model_is_no_comparison(engines: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     change(engines["w1"], "weights.sha256", "ff")
     argv = ["run", engines["w5"], *OPTIONS, "--decode", "both", "--against", engines["w1"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -286,8 +287,11 @@ KIMI_ERRORS = [
     ({"moe_layer_freq": 0}, "moe_layer_freq is 0; it must be at least 1"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
     ({"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be at least 1"),
-    ({"qk_rope_head_dim": 0}, "latent_shared_dim is 0; it must be a whole number from 1 to 127"),
-    ({"num_key_value_heads": 8}, "num_key_value_heads is 8; with latent_rank it must be num_attention_heads"),
+    (
+        {"qk_rope_head_dim": 0},
+        r"config.json: qk_rope_head_dim is 0; it must be a whole number from 1 to 127 \(less than qk_nope_head_dim",
+    ),
+    ({"num_key_value_heads": 8}, "num_key_value_heads is 8; with kv_lora_rank it must be num_attention_heads"),
     ({"v_head_dim": None}, "v_head_dim is missing"),
 ]
 
@@ -320,15 +324,15 @@ NEMOTRON_ERRORS = [
     ({"layers_block_type": "mamba"}, "layers_block_type is 'mamba'; it must be a list of strings"),
     ({"time_step_limit": [0.1]}, r"time_step_limit is \[0.1\]; it must be \[least, most\]"),
     ({"time_step_limit": [0.0, {"__float__": "much"}]}, "time_step_limit is"),
-    ({"time_step_limit": [2.0, 1.0]}, "dt_min is 2.0 with dt_max 1.0"),
+    ({"time_step_limit": [2.0, 1.0]}, r"time_step_limit\[0\] is 2.0 with time_step_limit\[1\] 1.0"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is there; quantized checkpoints are not supported"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it must be true or false"),
     ({"eos_token_id": "2"}, "eos_token_id is '2'; it must be a whole number or a list of them"),
-    ({"eos_token_id": 131072}, "eos_token_ids is 131072; it must be a whole number from 0 to 131071"),
-    ({"mamba_head_dim": 7}, "headdim is 7"),
-    ({"n_groups": 7}, "ngroups is 7; it must divide nheads, which is 96"),
+    ({"eos_token_id": 131072}, ": eos_token_id is 131072; it must be a whole number from 0 to 131071"),
+    ({"mamba_head_dim": 7}, "config.json: mamba_head_dim is 7"),
+    ({"n_groups": 7}, "n_groups is 7; it must divide mamba_num_heads, which is 96"),
     ({"num_key_value_heads": 7}, "num_key_value_heads is 7; it must divide num_attention_heads, which is 40"),
-    ({"mamba_ssm_cache_dtype": "int8"}, "state_dtype is 'int8'"),
+    ({"mamba_ssm_cache_dtype": "int8"}, "config.json: mamba_ssm_cache_dtype is 'int8'"),
     ({"text_config": 3}, "text_config is 3; it must be an object"),
 ]
 QWEN_ERRORS = [
@@ -341,9 +345,77 @@ QWEN_ERRORS = [
     ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
     ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'; only silu, swish is supported"),
     ({"attn_output_gate": False}, "attn_output_gate is False; only True is supported"),
-    ({"head_dim": 252}, "rotary_dim is 63; it must be even"),
+    ({"head_dim": 252}, r"head_dim \* partial_rotary_factor is 63; it must be even"),
     ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
 ]
+
+
+KIMI_DENSE = {**KIMI_48B, "first_k_dense_replace": 27}
+KIMI_BESIDE = {
+    **without(KIMI_DENSE, "linear_attn_config"),
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 9,
+    "linear_num_heads": 32,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+#: Sizes that HybridConfig or a spec refuses, by the key that the family has for them: a config, and its keys.
+SIZES = {
+    "nemotron_h": (NANO_4B, ["mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel"]),
+    "qwen3_5": (
+        QWEN_27B,
+        [
+            *("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim", "linear_key_head_dim"),
+            *("linear_conv_kernel_dim", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        ],
+    ),
+    "kimi published": (
+        KIMI_DENSE,
+        ["num_heads", "head_dim", "short_conv_kernel_size", "v_head_dim", "model_max_length"],
+    ),
+    "kimi of transformers": (KIMI_BESIDE, ["linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"]),
+}
+COMMON_SIZES = ["hidden_size", "intermediate_size", "vocab_size"]
+INTERNAL = (
+    r"\b(ssm_\w*(?<!ssm_state_size)|nheads|ngroups|headdim|dstate|kernel|channels|latent_\w+|max_positions|norm_eps)\b"
+)
+ZEROES = [(name, key) for name, (_, keys) in SIZES.items() for key in [*keys, *COMMON_SIZES]]
+ZEROES += [("nemotron_h", "max_position_embeddings"), ("nemotron_h", "layer_norm_epsilon"), ("qwen3_5", "rms_norm_eps")]
+
+
+@pytest.mark.parametrize(("name", "key"), ZEROES)
+def test_errors_name_the_keys_of_the_file(tmp_path: Path, name: str, key: str) -> None:
+    data = dict(SIZES[name][0])
+    inner = data.get("linear_attn_config", {})
+    if key in inner:
+        data["linear_attn_config"] = {**inner, key: 0}
+    else:
+        assert key in data or key.endswith("eps") or key == "layer_norm_epsilon"
+        data[key] = 0
+    with pytest.raises(ReplayError) as caught:
+        read(tmp_path, data)
+    prefix, message = f"{tmp_path / 'config.json'}: ", str(caught.value)
+    shown = f"linear_attn_config.{key}" if key in inner else key
+    assert message.startswith(f"{prefix}{shown} is 0"), message
+    assert not re.search(INTERNAL, message), message
+
+
+def test_errors_of_derived_sizes_name_their_keys(tmp_path: Path) -> None:
+    for data, changes, message in (
+        (NANO_4B, {"mamba_num_heads": 1000, "mamba_head_dim": 80},
+         "mamba_num_heads * mamba_head_dim + 2 * n_groups * ssm_state_size is 82048; it must be"),
+        (NANO_4B, {"hybrid_override_pattern": "*-", "num_hidden_layers": 2},
+         "hybrid_override_pattern has no recurrent layer; at least one must be M"),
+        (NANO_4B, {"hybrid_override_pattern": None, "layers_block_type": ["mlp"]},
+         "layers_block_type has no recurrent layer; at least one must be mamba"),
+        (QWEN_27B, {"full_attention_interval": 1},
+         "full_attention_interval has no recurrent layer; at least one must be linear_attention"),
+        (QWEN_27B, {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+        (QWEN_27B, {"mamba_ssm_dtype": "int8"}, "mamba_ssm_dtype is 'int8'; it must be one of"),
+        (KIMI_DENSE, {"qk_nope_head_dim": 5000}, "qk_nope_head_dim + qk_rope_head_dim is 5064; it must be"),
+    ):  # fmt: skip
+        with pytest.raises(ReplayError) as caught:
+            read(tmp_path, {**data, **changes})
+        assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")
 
 
 @pytest.mark.parametrize(("changes", "message"), NEMOTRON_ERRORS, ids=[m for _, m in NEMOTRON_ERRORS])

@@ -8,7 +8,10 @@ changing any one weight, or a formula switch of the config, moves the logits pas
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import oracles
@@ -225,3 +228,18 @@ def test_float64_and_float32_agree(kind: str) -> None:
     assert wide.dtype == torch.float64
     assert oracles.gap(wide.float(), oracle.full(tokens)) < TOLERANCE
     assert math.isinf(oracles.gap(wide.float() * math.nan, oracle.full(tokens)))
+
+
+def test_the_accuracy_document_has_the_rows_that_the_script_prints() -> None:
+    root = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location("oracle_table", root / "benchmarks" / "oracle_table.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = (root / "docs" / "accuracy.md").read_text()
+    section = text.split("## Against transformers", 1)[1].split("\n## ", 1)[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    assert rows[0] == ["family", "window", *oracles.SCENARIOS]
+    assert [(row[0], int(row[1])) for row in rows[2:]] == [(kind, w) for kind in KINDS for w in script.WINDOWS]
+    assert script.WINDOWS == WINDOWS and all(0 < float(cell) < TOLERANCE for row in rows[2:] for cell in row[2:])
+    assert re.search(r"\d{4}-\d\d-\d\d, commit [0-9a-f]{7}", section)

@@ -165,7 +165,7 @@ def test_half_precision_and_casting(oracle: Oracle) -> None:
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"state_dtype": "int8"}, "state_dtype is 'int8'"),
         ({"read_copy": "fp4"}, "read_copy is 'fp4'"),
-        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu, cuda or cuda:N$"),
         ({"device": "mps"}, "device is 'mps'"),
         ({"device": "cpu:1"}, "device is 'cpu:1'; there is one cpu"),
         ({"device": "cuda:99"}, "device is 'cuda:99'; torch finds"),

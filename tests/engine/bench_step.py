@@ -10,6 +10,7 @@ windows (stagger). Median of REPEATS means.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from trtllm_replayssm.errors import ReplayError
 from trtllm_replayssm.runtime.cuda import Event, cuda
 from trtllm_replayssm.runtime.engine import GENERATION
 from trtllm_replayssm.runtime.engine_runner import EngineRunner
@@ -54,10 +56,23 @@ def step_time(runner: EngineRunner, batch: int) -> float:
 
 
 def main() -> None:
-    """Time both engines at every batch that they hold, print and append the table."""
+    """Time both engines at every batch that they hold, print and append the table; exit code 2 for bad input."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("engine", metavar="ENGINE", help="directory of the engine with ReplaySSM")
+    parser.add_argument("conventional", metavar="ENGINE_WINDOW_1", help="directory of the same engine with window 1")
+    parser.add_argument("out", metavar="OUT.md", help="file to append the table to")
+    args = parser.parse_args()
+    try:
+        bench((args.engine, args.conventional), args.out)
+    except ReplayError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def bench(engines: tuple[str, str], out: str) -> None:
+    """The table of two engine directories, printed and appended to the file ``out``."""
     times: list[dict[int, float]] = []
     windows, dtypes, modes = [], set(), set()
-    for directory in sys.argv[1:3]:
+    for directory in engines:
         runner = EngineRunner(directory)
         windows.append(runner.engine.config.network.window)
         times.append({batch: step_time(runner, batch) for batch in BATCHES if batch <= runner.free_slots})
@@ -74,7 +89,7 @@ def main() -> None:
         *(f"| {b} | {times[0][b]:.1f} | {t:.1f} | {t / times[0][b]:.2f} |" for b, t in times[1].items()),
     ]
     print("\n".join(lines), flush=True)
-    with open(sys.argv[3], "a", encoding="utf-8") as file:
+    with open(out, "a", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n\n")
 
 

@@ -9,12 +9,20 @@ rejections; a reused slot; with packed input a batch of context and generation r
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import tensorrt as trt
+
+try:
+    import tensorrt as trt
+except ModuleNotFoundError:
+    print(
+        f"{Path(__file__).name}: error: tensorrt is not installed; these checks build engines with it", file=sys.stderr
+    )
+    sys.exit(2)
 from engine_cases import NUMPY, SLOTS, Case, Direct, PluginEngine, Row
 
 from trtllm_replayssm import plugins
@@ -115,7 +123,10 @@ def teeth() -> None:
 
 
 def main() -> None:
-    """Run every case, print and write the table; exit code 1 where anything differs."""
+    """Run every case, print and write the table; exit code 1 where anything differs, 2 for bad input."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", metavar="OUT.md", type=Path, help="file to write the table to")
+    out: Path = parser.parse_args().out
     print("\n".join(plugins.register()), flush=True)
     lines = [
         f"TensorRT {trt.__version__}, one plugin per engine, against the C interface:",
@@ -135,7 +146,7 @@ def main() -> None:
                 print(line, flush=True)
                 lines.append(line)
     teeth()
-    Path(sys.argv[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     sys.exit(int(failed))
 
 

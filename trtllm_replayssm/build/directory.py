@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..directories import sha256_of
+from ..directories import ENGINE_KEY, sha256_of
 from ..errors import ReplayError, require
 from ..layout import ConvLayout, SlotLayout
 from ..models.config import STATEFUL_KINDS, HybridConfig
@@ -30,7 +30,6 @@ CONFIG_FILE = "config.json"
 ENGINE_FILE = "rank0.engine"
 #: A = -exp(A_log) fp32 [H] of every Mamba-2 layer, which folding a ring outside the engine needs.
 DECAY_FILE = "decay.npz"
-ENGINE_KEY = "replayssm_engine"
 #: Of config.json and of the network's inputs: the runner feeds engines of this format alone.
 FORMAT_VERSION = 2
 OBEYED, PREFERRED = "obeyed", "preferred"
@@ -62,7 +61,8 @@ class EngineConfig:
         engine_sha256, engine_bytes: of rank0.engine. weights_sha256: of the checkpoint's weights.
         library_version, library_sha256: of the plugin library; empty for an ``io`` network.
         layout_sha256: see layout_digest; empty for an ``io`` network.
-        precision: ``obeyed``: layers compute in the dtypes of the network; ``preferred``: some may not (BuildOptions).
+        precision: ``obeyed``: layers compute in the dtypes of the network, as they do in every strongly typed or fp32
+            one; ``preferred``: some may not (BuildOptions).
     """
 
     model: HybridConfig

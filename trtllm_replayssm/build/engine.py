@@ -44,13 +44,14 @@ def build_engine(
         state_dtype, precision, window, draft_tokens, max_batch, max_input_len, max_positions, engine_bytes.
 
     Raises:
-        ReplayError: bad input, no TensorRT, no plugin library, a dtype that this TensorRT lacks, an ``out_dir`` that
-            is there or cannot be written, or a build that TensorRT gave up, with its reasons. KeyboardInterrupt.
-            A timing cache that cannot be written when the engine is built is a RuntimeWarning.
+        ReplayError: bad input, no TensorRT, no plugin library, a dtype that this TensorRT lacks, a ``precision`` that
+            it has no use for, an ``out_dir`` that is there or cannot be written, or a build that TensorRT gave up, with
+            its reasons. KeyboardInterrupt. A timing cache that cannot be written when the engine is built is a
+            RuntimeWarning.
     """
     from ..models.checkpoint import TEXT_FILES, WEIGHTS_FILE
     from ..models.host_weights import load_host_checkpoint
-    from ..ops.tensorrt_network import check_options
+    from ..ops.tensorrt_network import check_options, chooses_precision
 
     options = options or BuildOptions()
     source, target = Path(checkpoint), Path(out_dir).absolute()
@@ -61,6 +62,12 @@ def build_engine(
     network, limits = options.network_options(config), options.profile_limits(config)
     trt = find_tensorrt(options.tensorrt)
     check_options(trt, config, network)
+    if options.precision is not None:
+        require(
+            chooses_precision(trt, network),
+            f"precision is {options.precision} for a {network.dtype} network of {trt.__name__} {trt.__version__}; it "
+            "applies to TensorRT 8.6 and float16 only, the others always keep to the network's dtypes: leave it out",
+        )
     log = BuildLog(progress, verbose=verbose)
     logger = make_logger(trt, log)
     library = _register_plugins() if network.replay == "plugin" else ("", "")

@@ -37,8 +37,9 @@ class BuildOptions:
         workspace_gib: scratch memory that a layer may have; None sets no limit.
         timing_cache: file of measured kernel times, read where it is there and written after the build, or None.
         optimization_level: TensorRT's builder optimization level 0..5, or None for its default.
-        precision: for TensorRT 8.6 with fp16. ``obey``: layers compute in the dtypes that they ask for, or the build
-            fails. ``prefer``: in others where TensorRT has no such kernel. None obeys, and prefers where that fails.
+        precision: for TensorRT 8.6 with fp16; build_engine refuses it elsewhere. ``obey``: layers compute in the dtypes
+            that they ask for, or the build fails. ``prefer``: in others where TensorRT has no such kernel. None obeys,
+            and prefers where that fails.
         tensorrt: module to build with; auto is ``tensorrt``. network: plugin or io (see NETWORKS).
         exact_scan: prompts token by token, so that the state has the bits that steps would leave.
         float32_matmul: matrix products of an fp16 or bf16 engine in fp32.

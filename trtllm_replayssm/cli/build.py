@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--precision",
         choices=PRECISIONS,
-        help="TensorRT 8.6, float16: dtypes of layers are binding or a wish (default: binding, and a wish where no "
-        "kernel keeps to them)",
+        help="TensorRT 8.6 and float16 only: dtypes of layers are binding or a wish (default: binding, and a wish "
+        "where no kernel keeps to them)",
     )
     add(
         "--tensorrt",

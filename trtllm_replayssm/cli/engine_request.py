@@ -140,6 +140,11 @@ def _against(args: argparse.Namespace, engine: EngineConfig) -> EngineConfig | N
         require(args.against is None, "--against is for --decode both")
         return None
     require(
+        window > 1,
+        "--decode is both; the engine has window 1: that is conventional decoding against itself; give an engine built "
+        "with a window of 2 or more, and this one with --against",
+    )
+    require(
         args.against is not None,
         "--decode is both; an engine has one window: name another one, built with --window 1, with --against",
     )

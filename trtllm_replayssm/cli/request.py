@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..directories import refuse_published
 from ..errors import require
 from ..runtime.tokenizer import read_json_object
 from ..spec import MAX_SPEC_LEN, MAX_WINDOW, require_int
@@ -59,8 +60,7 @@ class Request:
     def session(self) -> Session:
         """The session that --decode asks for, for as many prompts at once as --max-batch allows."""
         args = self.args
-        window = 1 if args.decode == "conventional" else args.window
-        return self._session(window=window, draft_tokens=args.draft_tokens, read_copy=args.read_copy)
+        return self._session(window=args.window, draft_tokens=args.draft_tokens, read_copy=args.read_copy)
 
     def pair(self) -> tuple[Session, Session, Rounding]:
         """Sessions for conventional and for ReplaySSM decoding, and what rounding can explain between them."""
@@ -113,8 +113,9 @@ def load(args: argparse.Namespace) -> Request:
         ReplayError: anything that is wrong with them.
     """
     if args.window is None:
-        args.window = DEFAULT_WINDOW
+        args.window = 1 if args.decode == "conventional" else DEFAULT_WINDOW
     check_numbers(args)
+    check_decode(args)
     require(args.against is None, "--against is for engine directories; a checkpoint decodes both ways by itself")
     directory = Path(args.checkpoint)
     check_checkpoint(directory)
@@ -144,6 +145,24 @@ def check_numbers(args: argparse.Namespace) -> None:
     require_int("--max-batch", args.max_batch, 1, 65536)
 
 
+def check_decode(args: argparse.Namespace) -> None:
+    """Raise ReplayError for a window or a read copy that --decode has no use for."""
+    if args.decode == "conventional":
+        require(
+            args.window == 1,
+            f"--window is {args.window} with --decode conventional, which is window 1: leave one of them out",
+        )
+        require(
+            args.read_copy == "none",
+            f"--read-copy is {args.read_copy} with --decode conventional, which reads the state itself: leave one of "
+            "them out",
+        )
+    require(
+        args.decode != "both" or args.window > 1,
+        f"--window is 1 with --decode both; that is conventional decoding against itself: give 2 to {MAX_WINDOW}",
+    )
+
+
 def check_checkpoint(path: Path) -> None:
     """Raise ReplayError unless ``path`` looks like a directory that `convert` made."""
     engine = f"(an engine: {PROG} build CHECKPOINT {path})"
@@ -151,11 +170,7 @@ def check_checkpoint(path: Path) -> None:
     require(path.is_dir(), f"checkpoint {path} is not a directory; give the one that `{PROG} convert` made")
     config_path = path / "config.json"
     require(config_path.exists(), f"checkpoint {path} has no config.json; it must be made by: {PROG} convert")
-    config = read_json_object(config_path)
-    require(
-        "architecture" in config or not {"model_type", "architectures", "text_config"} & config.keys(),
-        f"{path} is a Hugging Face checkpoint; convert it first with: {PROG} convert {path} OUT_DIR",
-    )
+    refuse_published(path, read_json_object(config_path))
 
 
 def end_tokens(checkpoint: Path, default: Sequence[int]) -> list[int]:

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="both: side by side, compared; exit code 1 if they differ by more than rounding",
     )
     add("--against", metavar="ENGINE", help="with an engine and --decode both: an engine of window 1 to compare with")
-    add("--window", type=int, metavar="L", help=f"ReplaySSM window, 1..{MAX_WINDOW} (default 16)")
+    add("--window", type=int, metavar="L", help=f"ReplaySSM window, 1..{MAX_WINDOW} (default 16; 1: conventional)")
     add(
         "--draft-tokens",
         type=int,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..directories import check_target, written_directory
+from ..directories import check_target, refuse_engine, refuse_published, written_directory
 from ..errors import ReplayError, require
 from ..pool import torch_dtype
 from ..spec import ACT_DTYPES, require_choice
@@ -179,7 +179,8 @@ def read_checkpoint(directory: str | Path) -> tuple[HybridConfig, int]:
     """HybridConfig and default window of a checkpoint directory.
 
     Raises:
-        ReplayError: no checkpoint directory of this package, another format version, or top-level values that differ
+        ReplayError: no checkpoint directory of this package (what a Hugging Face or an engine directory needs is
+            said), another format version, or top-level values that differ
             from what the ``replayssm`` object implies. ``state_size`` and ``conv_kernel`` may be any not below the
             model's own: how much room TensorRT-LLM's pools need is checked when an engine is built.
     """
@@ -188,8 +189,10 @@ def read_checkpoint(directory: str | Path) -> tuple[HybridConfig, int]:
     require(os.path.isdir(path), f"{path} is not a directory")
     require(os.path.isfile(file), f"{path} has no {CONFIG_FILE}")
     data = read_json(file)
+    refuse_engine(path, data, "the checkpoint that it was built from")
     ours = data.get("replayssm")
     if not isinstance(ours, dict):
+        refuse_published(path, data)
         raise ReplayError(
             f"{file} has no replayssm object; make a checkpoint directory with `trtllm-replayssm convert`"
         )

@@ -13,6 +13,7 @@ keep memory between steps (``mamba2``, ``gated_delta``, ``kimi_delta``, ``attent
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -35,6 +36,8 @@ MLP = "mlp"
 MOE = "moe"
 LAYER_KINDS = (MAMBA2, GATED_DELTA, KIMI_DELTA, ATTENTION, MLP, MOE)
 RECURRENT_KINDS = (MAMBA2, GATED_DELTA, KIMI_DELTA)
+#: How errors list them.
+ANY_RECURRENT = " or ".join(RECURRENT_KINDS)
 STATEFUL_KINDS = (*RECURRENT_KINDS, ATTENTION)
 
 FAMILIES = ("nemotron_h", "qwen3_next", "qwen3_5", "kimi_linear")
@@ -177,7 +180,7 @@ class HybridConfig:
 
     def _check_recurrence(self) -> None:
         kinds = sorted(set(self.layers) & set(RECURRENT_KINDS))
-        require(len(kinds) > 0, f"layers has no recurrent layer; at least one must be {' or '.join(RECURRENT_KINDS)}")
+        require(len(kinds) > 0, f"layers has no recurrent layer; at least one must be {ANY_RECURRENT}")
         require(len(kinds) == 1, f"layers mixes {' and '.join(kinds)}; a model has one recurrent kind")
         for name in ("ssm_heads", "ssm_groups", "ssm_head_dim", "ssm_state_size"):
             require_int(name, getattr(self, name), 1, 4096)
@@ -196,6 +199,18 @@ class HybridConfig:
         for name, token in named:
             if token is not None:
                 require_int(name, token, 0, self.vocab_size - 1, " (a token of the vocabulary)")
+
+    @classmethod
+    def published(cls, where: str, keys: Mapping[str, str], **values: Any) -> HybridConfig:
+        """HybridConfig(**values) whose errors start with ``where`` and speak of the keys of the config.json.
+
+        Args:
+            where: file, or object in it. keys: name of a field of HybridConfig or of a spec -> what the file calls it.
+        """
+        try:
+            return cls(**values)
+        except ReplayError as error:
+            raise ReplayError(f"{where}: {with_keys(str(error), keys)}") from None
 
     @property
     def recurrent_kind(self) -> str:
@@ -291,3 +306,23 @@ class HybridConfig:
             value = values.get(key, ())
             require(isinstance(value, (list, tuple)), f"{key} is {value!r}; it must be a list")
         return cls(**values)
+
+
+def with_keys(text: str, keys: Mapping[str, str]) -> str:
+    """``text`` with every word that ``keys`` has replaced by what it has for it."""
+    words = "|".join(re.escape(word) for word in sorted(keys, key=len, reverse=True))
+    return re.sub(rf"\b(?:{words})\b", lambda found: keys[found.group()], text)
+
+
+def recurrence_keys(heads: str, groups: str, head_dim: str, state_size: str, kernel: str) -> dict[str, str]:
+    """For HybridConfig.published: what a config.json calls the sizes of the recurrence and of its convolution."""
+    group_size = f"{groups} * {state_size}"
+    return {
+        **dict.fromkeys(("ssm_heads", "nheads"), heads),
+        **dict.fromkeys(("ssm_groups", "ngroups"), groups),
+        **dict.fromkeys(("ssm_head_dim", "headdim"), head_dim),
+        **dict.fromkeys(("ssm_state_size", "dstate"), state_size),
+        "kernel": kernel,
+        "channels": f"{heads} * {head_dim} + 2 * {group_size}",
+        "act_dtype": "dtype",
+    }

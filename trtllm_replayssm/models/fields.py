@@ -107,7 +107,9 @@ class Fields:
         listed = ", ".join(map(str, allowed))
         require(value in allowed, f"{self._name(name)} is {value!r}; only {listed} is supported")
 
+    def key(self, *names: str) -> str:
+        """Which of the names is there and not null; the first where none is."""
+        return next((name for name in names if self.data.get(name) is not None), names[0])
+
     def _name(self, names: str | tuple[str, ...]) -> str:
-        options = (names,) if isinstance(names, str) else names
-        shown = next((name for name in options if self.data.get(name) is not None), options[0])
-        return f"{self.where}: {shown}"
+        return f"{self.where}: {self.key(names) if isinstance(names, str) else self.key(*names)}"

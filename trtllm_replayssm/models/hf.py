@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..directories import refuse_engine
 from ..errors import ReplayError, require
 from . import kimi_linear, nemotron_h, qwen
-from .config import MODEL_DTYPES, MOE, HybridConfig
+from .config import MODEL_DTYPES, MOE, HybridConfig, with_keys
 from .decoder import EMBEDDING, HybridDecoder
 from .fields import Fields, read_json
 from .recipes import Recipe, Source
@@ -67,13 +68,16 @@ def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridC
 
     Raises:
         ReplayError: no directory, config.json missing or not JSON, an architecture that is not supported, a missing,
-            mistyped or unsupported field, quantized weights, MoE layers without ``allow_moe``.
+            mistyped or unsupported field, quantized weights, MoE layers without ``allow_moe``; a directory that this
+            package made. Messages name fields as the config.json does.
     """
     path = Path(directory)
     file = path / CONFIG_FILE
     require(os.path.isdir(path), f"{path} is not a directory")
     require(os.path.isfile(file), f"{path} has no {CONFIG_FILE}")
     outer = Fields(read_json(file), str(file))
+    refuse_engine(path, outer.data, "the Hugging Face directory that its checkpoint was converted from")
+    require("replayssm" not in outer.data, f"{path} is a checkpoint of this package already; give a Hugging Face one")
     family, moe = _family(outer)
     inner = outer
     if outer.get("text_config", None) is not None:
@@ -95,7 +99,11 @@ def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridC
     if MOE in config.layers and not allow_moe:
         count, total = config.layers.count(MOE), len(config.layers)
         raise ReplayError(f"{file}: {count} of {total} layers are mixtures of experts (MoE); MoE is not supported yet")
-    return dataclasses.replace(config, dtype=_dtype(inner, outer), **_special_tokens(path, inner, outer))
+    tokens = _special_tokens(path, inner, outer)
+    try:
+        return dataclasses.replace(config, dtype=_dtype(inner, outer), **tokens)
+    except ReplayError as error:
+        raise ReplayError(f"{path}: {with_keys(str(error), {'eos_token_ids': 'eos_token_id'})}") from None
 
 
 def _family(fields: Fields) -> tuple[str, bool]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import require
 from ..spec import KIMI_DELTA
-from .config import ATTENTION, MLP, MOE, HybridConfig
+from .config import ANY_RECURRENT, ATTENTION, MLP, MOE, HybridConfig, recurrence_keys
 from .decoder import EMBEDDING, FINAL_NORM, LM_HEAD
 from .fields import Fields
 from .recipes import Recipe, Source, Tensors, concatenated, only, plain, stacked
@@ -102,7 +102,9 @@ def read_config(fields: Fields, tie_embeddings: bool) -> HybridConfig:
             "latent_q_rank": fields.integer("q_lora_rank", 0),
         }
         require(attention["latent_rank"] >= 1, f"{fields.where}: kv_lora_rank is 0; it must be at least 1")
-    return HybridConfig(
+    return HybridConfig.published(
+        fields.where,
+        _keys(fields, linear),
         family="kimi_linear",
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -121,6 +123,28 @@ def read_config(fields: Fields, tie_embeddings: bool) -> HybridConfig:
         max_positions=fields.integer(("model_max_length", "max_position_embeddings")),
         **attention,
     )
+
+
+def _keys(fields: Fields, linear: Fields) -> dict[str, str]:
+    """What the config calls the fields of HybridConfig that have another name there."""
+
+    def either(inner: str, beside: str) -> str:
+        return f"linear_attn_config.{inner}" if inner in linear.data else beside
+
+    heads, size = either("num_heads", "linear_num_heads"), either("head_dim", "linear_head_dim")
+    listed = either("kda_layers", "layer_types")
+    return {
+        "layers": listed,
+        ANY_RECURRENT: "linear_attention" if listed == "layer_types" else "there",
+        "head_dim": "qk_nope_head_dim + qk_rope_head_dim",
+        "latent_rank": "kv_lora_rank",
+        "latent_shared_dim": "qk_rope_head_dim",
+        "latent_value_dim": "v_head_dim",
+        "latent_q_rank": "q_lora_rank",
+        **recurrence_keys(heads, heads, size, size, either("short_conv_kernel_size", "linear_conv_kernel_dim")),
+        "norm_eps": "rms_norm_eps",
+        "max_positions": fields.key("model_max_length", "max_position_embeddings"),
+    }
 
 
 def recipes(config: HybridConfig) -> list[Recipe]:

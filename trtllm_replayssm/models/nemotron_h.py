@@ -6,7 +6,7 @@ import math
 
 from ..errors import ReplayError, require
 from ..spec import MAMBA2
-from .config import ATTENTION, MLP, MOE, HybridConfig
+from .config import ANY_RECURRENT, ATTENTION, MLP, MOE, HybridConfig, recurrence_keys
 from .decoder import EMBEDDING, FINAL_NORM, LM_HEAD
 from .fields import Fields, decode_float
 from .recipes import Recipe, Source, plain, squeezed, stacked
@@ -78,7 +78,9 @@ def read_config(fields: Fields, tie_embeddings: bool) -> HybridConfig:
     layers = read_layers(fields)
     heads = fields.integer("num_attention_heads") if ATTENTION in layers else 0
     dt_min, dt_max = read_dt_limits(fields)
-    return HybridConfig(
+    return HybridConfig.published(
+        fields.where,
+        _keys(fields),
         family="nemotron_h",
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -104,6 +106,29 @@ def read_config(fields: Fields, tie_embeddings: bool) -> HybridConfig:
         mixer_bias=fields.boolean("use_bias", False),
         max_positions=fields.integer("max_position_embeddings"),
     )
+
+
+def _keys(fields: Fields) -> dict[str, str]:
+    """What the config calls the fields of HybridConfig that have another name there."""
+    listed = fields.key("layers_block_type", "layer_types", "hybrid_override_pattern")
+    limit = fields.key("time_step_limit", "mamba_dt_limit")
+    return {
+        "layers": listed,
+        ANY_RECURRENT: "M" if listed == "hybrid_override_pattern" else "mamba",
+        "head_dim": fields.key("head_dim", "attention_head_dim"),
+        **recurrence_keys(
+            "mamba_num_heads",
+            fields.key("n_groups", "mamba_n_groups"),
+            "mamba_head_dim",
+            "ssm_state_size",
+            fields.key("conv_kernel", "mamba_d_conv"),
+        ),
+        "dt_min": f"{limit}[0]",
+        "dt_max": f"{limit}[1]",
+        "state_dtype": "mamba_ssm_cache_dtype",
+        "norm_eps": fields.key("layer_norm_epsilon", "norm_eps"),
+        "max_positions": "max_position_embeddings",
+    }
 
 
 def recipes(config: HybridConfig) -> list[Recipe]:

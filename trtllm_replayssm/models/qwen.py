@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import require
 from ..spec import GATED_DELTA
-from .config import ATTENTION, MLP, MOE, HybridConfig
+from .config import ANY_RECURRENT, ATTENTION, MLP, MOE, HybridConfig, recurrence_keys
 from .decoder import EMBEDDING, FINAL_NORM, LM_HEAD
 from .fields import Fields
 from .recipes import Recipe, Source, Tensors, concatenated, one_plus, plain, squeezed, stacked
@@ -29,6 +29,7 @@ def read_layers(fields: Fields, moe: bool) -> tuple[str, ...]:
         ReplayError: an unknown type, or a list whose length is not num_hidden_layers.
     """
     count = fields.integer("num_hidden_layers")
+    require(count >= 1, f"{fields.where}: num_hidden_layers is {count}; it must be at least 1")
     if fields.get("layer_types", None) is not None:
         types = fields.strings("layer_types")
         unknown = sorted(set(types) - set(_NAMES))
@@ -67,7 +68,9 @@ def read_config(fields: Fields, tie_embeddings: bool, family: str, moe: bool) ->
     rope.expect("rope_type", ("default", "mrope"), rope.get("type", "default"))
     layers = read_layers(fields, moe)
     head_dim = fields.integer("head_dim")
-    return HybridConfig(
+    return HybridConfig.published(
+        fields.where,
+        _keys(fields),
         family=family,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -92,6 +95,25 @@ def read_config(fields: Fields, tie_embeddings: bool, family: str, moe: bool) ->
         attention_bias=fields.boolean("attention_bias", False),
         max_positions=fields.integer("max_position_embeddings"),
     )
+
+
+def _keys(fields: Fields) -> dict[str, str]:
+    """What the config calls the fields of HybridConfig that have another name there."""
+    return {
+        "layers": fields.key("layer_types", "full_attention_interval"),
+        ANY_RECURRENT: "linear_attention",
+        "rotary_dim": "head_dim * partial_rotary_factor",
+        **recurrence_keys(
+            "linear_num_value_heads",
+            "linear_num_key_heads",
+            "linear_value_head_dim",
+            "linear_key_head_dim",
+            "linear_conv_kernel_dim",
+        ),
+        "state_dtype": "mamba_ssm_dtype",
+        "norm_eps": "rms_norm_eps",
+        "max_positions": "max_position_embeddings",
+    }
 
 
 def _rope_parameters(fields: Fields) -> dict[str, object]:

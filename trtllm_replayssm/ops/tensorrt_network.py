@@ -73,6 +73,7 @@ __all__ = [
     "ProfileLimits",
     "add_profiles",
     "check_options",
+    "chooses_precision",
     "configure_builder",
     "create_network",
     "emit_network",
@@ -129,12 +130,16 @@ def configure_builder(
     TensorRTApi(trt).configure(builder_config, options.dtype, workspace_bytes)
 
 
+def chooses_precision(trt: Any, options: NetworkOptions) -> bool:
+    """Whether layers ask for dtypes that this TensorRT could leave: a network of 8.6 with fp16."""
+    return TensorRTApi(trt).asks_for_precision(options.dtype)
+
+
 def prefer_precision(trt: Any, builder_config: Any, options: NetworkOptions) -> bool:
     """After configure_builder: make the layers' precisions a wish. Returns whether there was one to loosen."""
-    api = TensorRTApi(trt)
-    loosened = api.asks_for_precision(options.dtype)
+    loosened = chooses_precision(trt, options)
     if loosened:
-        api.prefer(builder_config)
+        TensorRTApi(trt).prefer(builder_config)
     return loosened
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..directories import refuse_engine
 from ..errors import require
 from ..models.config import MLP, MOE, HybridConfig
 from ..models.decoder import weight_shapes
@@ -56,6 +57,7 @@ def shape_from_path(text: str) -> ModelShape:
 
 def read_config(file: Path, raw: Mapping[str, Any]) -> HybridConfig:
     """HybridConfig of a converted checkpoint (its ``replayssm`` object) or of a published config."""
+    refuse_engine(file.parent, raw, "the checkpoint that it was built from, or the Hugging Face directory")
     if "replayssm" in raw:
         from ..models.checkpoint import read_checkpoint_config
 

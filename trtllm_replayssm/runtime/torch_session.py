@@ -136,9 +136,10 @@ def find_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ReplayError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N ({error})") from None
-    require(found.type in ("cpu", "cuda"), f"device is {str(device)!r}; it must be auto, cpu, cuda or cuda:N")
+    except (RuntimeError, TypeError):  # torch's own words list every kind of device that it has a name for
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ReplayError(f"device is {str(device)!r}; it must be auto, cpu, cuda or cuda:N")
     require(found.type == "cuda" or not found.index, f"device is {str(device)!r}; there is one cpu")
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
