@@ -176,6 +176,7 @@ def run_script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     [
         (["bench_step.py"], "the following arguments are required: ENGINE, ENGINE_WINDOW_1, OUT.md"),
         (["bench_step.py", "no/engine", "no/other", "{out}"], "engine no/engine is not a directory"),
+        (["check_model.py", "no/engine", "no/expected.npz", "{out}"], "engine no/engine is not a directory"),
         (["check_model.py"], "the following arguments are required"),
         (["check_plugins.py"], "tensorrt is not installed"),
         (["check_plugins.py", "{out}"], "tensorrt is not installed"),

@@ -317,26 +317,27 @@ def test_the_librarys_own_creators_take_the_fields(kind: str) -> None:
 MOVERS = ("CONCATENATION", "GATHER", "SELECT", "SHUFFLE", "SLICE")
 
 
-def test_layers_that_are_not_strongly_typed_say_their_types() -> None:
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_layers_that_are_not_strongly_typed_say_their_types(kind: str) -> None:
     """Every 8.6 layer that computes in fp32 has that precision and output type; no other layer asks for anything.
 
     8.6 moves the data of a fused group in one type, so that one that moves fp32 among fp16 would round it: there are
     none but the gathers of rotation tables.
     """
-    network, _ = emit(recorded_tensorrt("8.6"), CONFIGS["qwen3_5"], tn.NetworkOptions("float16", 32))
+    network, _ = emit(recorded_tensorrt("8.6"), CONFIGS[kind], tn.NetworkOptions("float16", 32))
     for layer in network.layers:
-        kind, out = layer.type.name, layer.get_output(0)
+        sort, out = layer.type.name, layer.get_output(0)
         told = getattr(layer, "precision", None)
-        if kind in MOVERS:
+        if sort in MOVERS:
             assert out.dtype.name != "FLOAT" or layer.name.startswith("rotation/"), layer.name
-        if kind in ("CONSTANT", "CAST", "PLUGIN_V2", *MOVERS) or out.dtype.name != "FLOAT":
+        if sort in ("CONSTANT", "CAST", "PLUGIN_V2", *MOVERS) or out.dtype.name != "FLOAT":
             assert told is None, layer.name
         else:
             assert told == out.dtype == layer.output_type, layer.name
     names = [layer.name for layer in network.layers]
     assert len(set(names)) == len(names)
     constants = {layer.name for layer in network.layers if layer.type.name == "CONSTANT"}
-    assert {"embedding.weight", "layers.0.mixer.in_proj.weight", "layers.2.mixer.q_norm.weight"} <= constants
+    assert "embedding.weight" in constants and any(name.endswith("mixer.norm.weight") for name in constants)
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))

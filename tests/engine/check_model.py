@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from trtllm_replayssm.errors import ReplayError
 from trtllm_replayssm.runtime.engine_runner import EngineRunner
 
 #: Largest difference of logits over the largest logit of the position; of states over their norm.
@@ -169,14 +170,17 @@ class Check:
 
 
 def main() -> None:
-    """Run the checks; append a line to the table; exit code 1 where one failed."""
+    """Run the checks; append a line to the table; exit code 1 where one failed, 2 for bad input."""
     parser = argparse.ArgumentParser(description="a built engine against the torch backend")
     for name in ("engine", "expected", "out"):
         parser.add_argument(name)
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     args = parser.parse_args()
     started = time.monotonic()
-    check = Check(args.engine, args.expected, graphs=not args.no_graphs)
+    try:
+        check = Check(args.engine, args.expected, graphs=not args.no_graphs)
+    except (OSError, ReplayError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     loaded = time.monotonic() - started
     steps = check.tokens.shape[1]
     seconds = check.generate(steps)
