@@ -115,6 +115,7 @@ def test_json_and_overwrite(checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
         (["--runtime", "trtllm"], "tensorrt_llm cannot be imported"),
         (["--runtime", "trtllm", "--network", "io"], "--network is io; it is for --runtime tensorrt"),
         (["--runtime", "trtllm", "--dtype", "float16"], "dtypes are those of the checkpoint"),
+        (["--runtime", "trtllm", "--verbose"], "TensorRT-LLM's log follows the environment variable"),
     ],
 )  # fmt: skip
 def test_refused_before_anything_is_made(

@@ -29,6 +29,7 @@ TRTLLM_UNUSED = {
     "network": "plugin",
     "exact_scan": False,
     "float32_matmul": False,
+    "verbose": False,
 }
 TRTLLM_INSTEAD = {
     **dict.fromkeys(TRTLLM_UNUSED, _OWN_BUILDER),
@@ -36,6 +37,7 @@ TRTLLM_INSTEAD = {
     "state_dtype": "state pools are fp32",
     "draft_tokens": "engines of hybrid models decode one token a step",
     "network": "engines have plugins",
+    "verbose": "log follows the environment variable TLLM_LOG_LEVEL",
 }
 IO_NOTE = (
     "network io: the replay operations are inputs and outputs of the engine; it checks the network and cannot generate "
