@@ -9,15 +9,8 @@ namespace {
 
 ConvPool make_pool(const replayssm_conv_spec& spec, const replayssm_pool& pool) {
     const replayssm_layout layout = conv_layout(spec);
-    if (spec.act_dtype == REPLAYSSM_FLOAT64) {
-        fail(REPLAYSSM_UNSUPPORTED, "spec.act_dtype is float64; the kernels have bfloat16, float16 and float32");
-    }
-    require_pool(pool, layout.slot_bytes);
-    ConvPool out;
-    out.base = static_cast<char*>(pool.base);
-    out.stride_bytes = pool.stride_bytes;
-    out.slots = pool.slots;
-    out.cursor = layout.regions[kCursor].offset;
+    require_kernel_dtype(spec.act_dtype);
+    auto out = pool_slots<ConvPool>(pool, layout);
     out.columns = layout.regions[kColumns].offset;
     out.channels = spec.channels;
     out.taps = spec.kernel;

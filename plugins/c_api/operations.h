@@ -42,6 +42,13 @@ inline replayssm_tensor one_row(replayssm_tensor tensor) {
     return tensor;
 }
 
+//! Refuses the activations that no kernel has.
+inline void require_kernel_dtype(int32_t act_dtype) {
+    if (act_dtype == REPLAYSSM_FLOAT64) {
+        fail(REPLAYSSM_UNSUPPORTED, "spec.act_dtype is float64; the kernels have bfloat16, float16 and float32");
+    }
+}
+
 //! Refuses what no step and scan kernel has. `kernels`: their name in messages.
 inline void require_kernel_sizes(const replayssm_recurrence_spec& spec, const char* kernels) {
     for (auto [name, value] : {std::pair{"spec.headdim", spec.headdim}, std::pair{"spec.dstate", spec.dstate}}) {
@@ -53,20 +60,25 @@ inline void require_kernel_sizes(const replayssm_recurrence_spec& spec, const ch
     if (spec.read_copy != REPLAYSSM_COPY_NONE) {
         fail(REPLAYSSM_UNSUPPORTED, "spec.read_copy is ", spec.read_copy, "; the ", kernels, " kernels have 0 (none)");
     }
-    if (spec.act_dtype == REPLAYSSM_FLOAT64) {
-        fail(REPLAYSSM_UNSUPPORTED, "spec.act_dtype is float64; the kernels have bfloat16, float16 and float32");
-    }
+    require_kernel_dtype(spec.act_dtype);
 }
 
-//! What slots of every recurrent kind have; the rings are the caller's.
+//! A pool that is large enough for its layout, and where its cursors are; the other regions are the caller's.
 template <typename Slots>
-Slots common_slots(const replayssm_pool& pool, const replayssm_layout& layout) {
+Slots pool_slots(const replayssm_pool& pool, const replayssm_layout& layout) {
     require_pool(pool, layout.slot_bytes);
     Slots slots;
     slots.base = static_cast<char*>(pool.base);
     slots.stride_bytes = pool.stride_bytes;
     slots.slots = pool.slots;
     slots.cursor = layout.regions[kCursor].offset;
+    return slots;
+}
+
+//! What slots of every recurrent kind have; the rings are the caller's.
+template <typename Slots>
+Slots common_slots(const replayssm_pool& pool, const replayssm_layout& layout) {
+    auto slots = pool_slots<Slots>(pool, layout);
     slots.state = layout.regions[kState].offset;
     slots.ring_rows = static_cast<int>(layout.ring_rows);
     return slots;
