@@ -7,7 +7,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from emulator_build import EMULATOR, FLAGS, PLUGINS, cuda_include, replace_once
+from emulator_build import EMULATOR, FLAGS, PLUGINS, cuda_include, replace_once, without_ptx
 
 KERNELS = ("launch", "materialize", "step_bf16_fp32", "step_bf16_bf16")
 GENERIC = ("step_generic_bf16", "step_generic_fp16", "step_generic_fp32")
@@ -24,7 +24,10 @@ class StepLibrary:
         for place, host in (("async_copy.cuh", "bulk_copy_host.cuh"), ("launch.h", "launch_host.h")):
             assert (self.sources / "common" / place).is_file()
             shutil.copy(EMULATOR / host, self.sources / "common" / place)
-        shutil.copy(EMULATOR / "async_copy_host.cuh", self.sources / "common")
+        ptx = self.sources / "common" / "tensor_core.cuh"
+        ptx.write_text(without_ptx(ptx.read_text(), (EMULATOR / "tensor_core_host.cuh").read_text()))
+        for host in ("async_copy_host.cuh", "tensor_core_host.cuh"):
+            shutil.copy(EMULATOR / host, self.sources / "common")
         shutil.copy(EMULATOR / "delta_step_library.cpp", self.sources)
         for kernel in ("step_kernel.cuh", "materialize.cu"):
             path = self.sources / "gated_delta_replay" / kernel

@@ -56,14 +56,33 @@ public:
     }
 };
 
-//! L2 policies: bytes that are read once, and bytes that are written back soon.
-__device__ __forceinline__ uint64_t copy_policy(bool read_once) {
+//! One warp's own buffer, otherwise as CopyBarrier: every lane waits, and reads what the warp's own fills brought.
+class WarpCopyBarrier {
+public:
+    static __device__ __forceinline__ void wait(uint64_t* barrier, int fill) {
+#if REPLAYSSM_BULK_COPY
+        CopyBarrier::wait(barrier, fill);
+#else
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncwarp();
+#endif
+    }
+};
+
+//! What becomes of copied bytes: never needed again; no statement; written back soon, and then best still in the L2
+//! (an update in place is 4 to 6 % faster on an H200 where its reads ask to be the last that leave, and its writes ask
+//! for nothing).
+enum class CopyUse { kReadOnce, kPlain, kWrittenBack };
+
+__device__ __forceinline__ uint64_t copy_policy(CopyUse use) {
     uint64_t policy = 0;
 #if REPLAYSSM_BULK_COPY
-    if (read_once) {
+    if (use == CopyUse::kReadOnce) {
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    } else {
+    } else if (use == CopyUse::kPlain) {
         asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     }
 #endif
     return policy;
@@ -94,6 +113,25 @@ __device__ __forceinline__ void copy_block(
     }
 #else
     for (uint32_t i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) {
+        copy_piece<16>(static_cast<char*>(target) + i, static_cast<const char*>(source) + i);
+    }
+#endif
+}
+
+//! By every lane of a warp: a whole fill of one contiguous piece into a buffer that this warp alone uses.
+__device__ __forceinline__ void copy_warp_block(
+    void* target, const void* source, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+    const int lane = threadIdx.x & (kWarp - 1);
+#if REPLAYSSM_BULK_COPY
+    if (lane == 0) {
+        CopyBarrier::announce(barrier, bytes);
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                     "[%3], %4;" ::"r"(shared_address(target)),
+            "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+            : "memory");
+    }
+#else
+    for (uint32_t i = lane * 16; i < bytes; i += kWarp * 16) {
         copy_piece<16>(static_cast<char*>(target) + i, static_cast<const char*>(source) + i);
     }
 #endif

@@ -101,6 +101,21 @@ __device__ __forceinline__ void copy16(uint32_t target, const void* source, bool
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+//! By all warps of a warpgroup: from here on each thread has kCount registers, a multiple of 8; more than before waits
+//! until others of the block have given theirs.
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+#if REPLAYSSM_WGMMA
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+#if REPLAYSSM_WGMMA
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
 //! Until at most kPending of this thread's committed groups are still on their way.
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
@@ -127,6 +142,11 @@ public:
                 : "memory");
         }
     }
+    //! By a thread: one arrival, for what it has done.
+    static __device__ __forceinline__ void arrive_alone(uint32_t barrier) {
+        asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
+            : "memory");
+    }
     //! One arrival, as soon as all copies that this thread has begun are in shared memory.
     static __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -152,6 +172,12 @@ public:
 __device__ __forceinline__ float exp2_fast(float value) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
+    return out;
+}
+
+__device__ __forceinline__ float reciprocal_fast(float value) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
     return out;
 }
 

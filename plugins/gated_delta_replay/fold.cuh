@@ -156,14 +156,14 @@ struct DeltaRow {
     const float* kn;     // in shared memory
 };
 
-//! Sums over eight neighbouring lanes of kCount values (a power of two). A lane ends with max(1, kCount / 8)
-//! neighbouring totals, in part[0].., from value lane * kCount / 8 on. The tree of every sum is the same for all
-//! kCount: lanes 4 apart, then 2, then 1.
-template <int kCount>
+//! Sums over kLanes (8 or 4) neighbouring lanes of kCount values (a power of two). A lane ends with
+//! max(1, kCount / kLanes) neighbouring totals, in part[0].., from value lane * kCount / kLanes on. The tree of every
+//! sum is the same for all kCount: lanes 4 apart (of eight), then 2, then 1.
+template <int kLanes, int kCount>
 __device__ __forceinline__ void sum_lanes(float (&part)[kCount], int lane) {
     int count = kCount;
 #pragma unroll
-    for (int d = 4; d > 0; d /= 2) {
+    for (int d = kLanes / 2; d > 0; d /= 2) {
         if (count == 1) {
             part[0] = __fadd_rn(part[0], __shfl_xor_sync(kFullMask, part[0], d));
             continue;
@@ -179,20 +179,27 @@ __device__ __forceinline__ void sum_lanes(float (&part)[kCount], int lane) {
     }
 }
 
-//! How a block's part of one head's state lies over its threads: kRows rows per thread, K spread over eight
-//! neighbouring lanes. Lane l of the eight holds, of every chunk of 32 elements, the four that begin at 4 l. Registers
-//! are fp32.
-template <class state_t_, int kDstate_, int kRows_>
+//! How a block's part of one head's state lies over its threads: kRows rows per thread, K spread over kLanes
+//! neighbouring lanes: lane l holds, of every chunk of 4 kLanes elements, the four that begin at 4 l. Registers are
+//! fp32. Where four lanes share a row, each does the part of two of the eight lanes that a fold's order names: l and
+//! l + 4, which have even and odd chunks.
+template <class state_t_, int kDstate_, int kRows_, int kLanes_ = 8>
 struct DeltaTile {
     using state_t = state_t_;
     static constexpr int kDstate = kDstate_; // 0: known at run time, at most 256
-    static constexpr int kRows = kRows_;     // a power of two up to 8
+    static constexpr int kRows = kRows_;     // a power of two up to kLanes
+    static constexpr int kLanes = kLanes_;   // 8 or 4
     static constexpr int kVec = 4;
-    static constexpr int kLanes = 8;
+    static constexpr int kParts = 8 / kLanes; // sums of a row in a thread
     static constexpr int kChunk = kLanes * kVec;
     static constexpr int kChunks = ((kDstate ? kDstate : 256) + kChunk - 1) / kChunk;
+    static_assert(kLanes == 8 || kLanes == 4, "a fold's order has eight lanes");
 
     float S[kRows][kChunks][kVec];
+
+    //! Lane of a thread among those that share its rows, and its first row.
+    static __device__ __forceinline__ int lane_of(int thread) { return thread % kLanes; }
+    static __device__ __forceinline__ int first_row(int thread) { return thread / kLanes * kRows; }
 
     static __device__ __forceinline__ bool valid(int chunk, int lane, int dstate) {
         return kDstate != 0 ? kDstate % kChunk == 0 || chunk * kChunk + lane * kVec < kDstate
@@ -255,7 +262,7 @@ struct DeltaTile {
     //! sum_lanes of kRows * kVectors values, value r * kVectors + u being row r of vector u.
     template <int kVectors>
     static __device__ __forceinline__ void reduce(float (&part)[kRows * kVectors], int lane) {
-        sum_lanes<kRows * kVectors>(part, lane);
+        sum_lanes<kLanes>(part, lane);
     }
 
     template <int kVectors>
@@ -281,10 +288,12 @@ struct DeltaTile {
     template <bool kChannels>
     __device__ __forceinline__ void fold(const DeltaRow& row, float v_own, int lane, int dstate) {
         static_assert(kept<1>() == 1, "a lane has one row's d");
-        float k[kChunks][kVec], part[kRows];
+        float k[kChunks][kVec], parts[kParts][kRows], part[kRows];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
-            part[r] = 0.0f;
+        for (int h = 0; h < kParts; ++h)
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                parts[h][r] = 0.0f;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             float decay[kVec] = {row.decay, row.decay, row.decay, row.decay};
@@ -295,9 +304,12 @@ struct DeltaTile {
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
                     S[r][i][v] = __fmul_rn(decay[v], S[r][i][v]);
-                    part[r] = __fmaf_rn(S[r][i][v], k[i][v], part[r]);
+                    parts[i % kParts][r] = __fmaf_rn(S[r][i][v], k[i][v], parts[i % kParts][r]);
                 }
         }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+            part[r] = kParts == 1 ? parts[0][r] : __fadd_rn(parts[0][r], parts[kParts - 1][r]);
         reduce<1>(part, lane);
         const float d_own = __fmul_rn(row.beta, __fsub_rn(v_own, part[0]));
 #pragma unroll

@@ -12,8 +12,10 @@ struct Cut {
     int items_per_multiprocessor;
     int items;
 };
-constexpr Cut kHeadCuts[] = {{4, 1}, {24, 2}, {1 << 30, 4}}; // GDN
-constexpr Cut kChannelCuts[] = {{8, 1}, {1 << 30, 2}};       // KDA: a head at most
+constexpr Cut kHeadCuts[] = {{4, 1}, {24, 2}, {1 << 30, 4}};         // GDN
+constexpr Cut kConventionalCuts[] = {{4, 1}, {24, 4}, {1 << 30, 2}}; // window 1
+constexpr Cut kShortConventionalCuts[] = {{4, 1}, {1 << 30, 4}};     // the same, 16-bit state
+constexpr Cut kChannelCuts[] = {{8, 1}, {1 << 30, 2}};               // KDA: a head at most
 //! Blocks of a multiprocessor at a time, for the length of the grid's tail.
 constexpr int kResidentBlocks = 4;
 constexpr int kTunedParts = 2;
@@ -37,7 +39,7 @@ int64_t items_per_multiprocessor(const GatedDeltaStepParams& p) {
     return static_cast<int64_t>(p.rows) * p.shape.nheads * kTunedParts / device_limits().multiprocessors;
 }
 
-int choose_items(const GatedDeltaStepParams& p, GatedDeltaStepTuning tuning) {
+int choose_items(const GatedDeltaStepParams& p, int state_dtype, GatedDeltaStepTuning tuning) {
     const int limit = item_limit(p.shape);
     if (tuning.flags & REPLAYSSM_STEP_PART_HEADS) return 1;
     if (tuning.heads_per_block > 0) return std::min(tuning.heads_per_block * kTunedParts, limit);
@@ -49,7 +51,9 @@ int choose_items(const GatedDeltaStepParams& p, GatedDeltaStepTuning tuning) {
         }
         return 1;
     };
-    return p.shape.channel_gates ? choose(kChannelCuts) : choose(kHeadCuts);
+    if (p.shape.channel_gates) return choose(kChannelCuts);
+    if (p.shape.window > 1 || p.tokens > 1) return choose(kHeadCuts);
+    return state_dtype == REPLAYSSM_FLOAT32 ? choose(kConventionalCuts) : choose(kShortConventionalCuts);
 }
 
 //! Length of the grid's tail, see fill_segments. Twice as long where blocks have several heads each, in large grids of
@@ -96,8 +100,10 @@ void launch_gated_delta_step(
     const bool tuned = is_tuned(p, state_dtype, act_dtype);
     const int parts = tuned ? kTunedParts : 4;
     p.items_per_group = Divisor(p.shape.heads_per_group * parts);
-    fill_segments(p, tuned ? choose_items(p, tuning) : 1, parts, tuning.flags & REPLAYSSM_STEP_EVEN_BLOCKS);
+    fill_segments(
+        p, tuned ? choose_items(p, state_dtype, tuning) : 1, parts, tuning.flags & REPLAYSSM_STEP_EVEN_BLOCKS);
     p.early_launch = !(tuning.flags & REPLAYSSM_STEP_PLAIN_LAUNCH) && device_limits().early_launch;
+    p.prefetch_blocks = p.early_launch ? kResidentBlocks * device_limits().multiprocessors : 0;
     if (tuned && state_dtype == REPLAYSSM_FLOAT32) return launch_delta_bf16_fp32(p, stream);
     if (tuned) return launch_delta_bf16_bf16(p, stream);
     switch (act_dtype) {

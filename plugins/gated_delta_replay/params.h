@@ -85,6 +85,7 @@ struct GatedDeltaStepParams {
     GatedDeltaSegment segments[kGatedDeltaSegments]; // in grid order; the last one that has blocks ends the grid
     Divisor items_per_group;
     bool early_launch = false;
+    int prefetch_blocks = 0; // first blocks of the grid: they fetch before they wait for the kernels in front
     GatedDeltaStepShared shared;
 };
 

@@ -12,19 +12,25 @@ __device__ __forceinline__ int64_t first_element(const ChunkWarp<Traits>& w) {
     return (static_cast<int64_t>(w.head) * shape.headdim + w.row() + w.g()) * shape.dstate;
 }
 
-//! Fold one ring row: kn in pairs at `k` (times norm), v of the thread's two rows.
-template <class Traits>
-__device__ __forceinline__ void fold_ring_row(float (&S)[Traits::kTiles][4], const __nv_bfloat16* k, int dstate,
-    float norm, float decay, float beta, const float (&v)[2]) {
-    float held[2] = {0.0f, 0.0f};
+//! Fold one ring row: kn in pairs at `k` (times norm), log-decays at `g`, likewise in pairs where every channel has its
+//! own, v of the thread's two rows.
+template <bool kChannels, int kTiles>
+__device__ __forceinline__ void fold_ring_row(float (&S)[kTiles][4], const __nv_bfloat16* k, const float* g, int dstate,
+    float norm, float beta, const float (&v)[2]) {
+    float held[2] = {0.0f, 0.0f}, decay[2];
+    decay[0] = decay[1] = kChannels ? 1.0f : expf(*g);
 #pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
         if (tile * 8 >= dstate) continue;
         const uint32_t pair = *reinterpret_cast<const uint32_t*>(k + tile * 8);
         const float key[2] = {low_bf16(pair) * norm, high_bf16(pair) * norm};
+        if (kChannels) {
+            const float2 log_decay = *reinterpret_cast<const float2*>(g + tile * 8);
+            decay[0] = expf(log_decay.x), decay[1] = expf(log_decay.y);
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            S[tile][i] *= decay;
+            S[tile][i] *= decay[i & 1];
             held[i >> 1] = fmaf(S[tile][i], key[i & 1], held[i >> 1]);
         }
     }
@@ -36,7 +42,7 @@ __device__ __forceinline__ void fold_ring_row(float (&S)[Traits::kTiles][4], con
         d[r] = beta * (v[r] - held[r]);
     }
 #pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
         if (tile * 8 >= dstate) continue;
         const uint32_t pair = *reinterpret_cast<const uint32_t*>(k + tile * 8);
         const float key[2] = {low_bf16(pair) * norm, high_bf16(pair) * norm};
@@ -51,6 +57,7 @@ __device__ __forceinline__ void fold_ring_row(float (&S)[Traits::kTiles][4], con
 template <class Traits>
 __device__ __forceinline__ void load_state(
     const ChunkWarp<Traits>& w, int64_t number, int part, float (&S)[Traits::kTiles][4]) {
+    constexpr bool kChannels = Traits::kChannels;
     const GatedDeltaScanParams& p = w.params.scan;
     const int K = p.shape.dstate;
     const char* slot = p.pool.base + number * p.pool.stride_bytes;
@@ -64,20 +71,22 @@ __device__ __forceinline__ void load_state(
         S[tile][0] = a.x, S[tile][1] = a.y, S[tile][2] = b.x, S[tile][3] = b.y;
     }
     const Cursor cursor = reinterpret_cast<const Cursor*>(slot + p.pool.cursor)[w.head * kCursorCopies + part];
-    const int64_t R = p.pool.ring_rows, group = w.head / p.shape.heads_per_group;
+    const int64_t R = p.pool.ring_rows, group = w.key_head;
     const auto* ring_k = reinterpret_cast<const __nv_bfloat16*>(slot + p.pool.ring_k) + group * R * K + 2 * w.q();
     const auto* ring_v = reinterpret_cast<const __nv_bfloat16*>(slot + p.pool.ring_v) +
         static_cast<int64_t>(w.head) * R * p.shape.headdim + w.row() + w.g();
     const auto floats = [&](int64_t region, int64_t row) {
         return reinterpret_cast<const float*>(slot + region) + row * p.pool.scalar_stride;
     };
-    const float *ring_norm = floats(p.pool.ring_k_rnorm, group), *ring_g = floats(p.pool.ring_g, w.head),
-                *ring_beta = floats(p.pool.ring_beta, w.head);
+    const float *ring_norm = floats(p.pool.ring_k_rnorm, group), *ring_beta = floats(p.pool.ring_beta, w.head),
+                *ring_g = kChannels ? reinterpret_cast<const float*>(slot + p.pool.ring_g) + w.head * R * K + 2 * w.q()
+                                    : floats(p.pool.ring_g, w.head);
 #pragma unroll 1
     for (int j = 0; j < cursor.history + cursor.pending; ++j) {
         const int64_t at = ring_row(cursor.origin, j, p.pool.ring_rows);
         const float v[2] = {to_float(ring_v[at * p.shape.headdim]), to_float(ring_v[at * p.shape.headdim + 8])};
-        fold_ring_row<Traits>(S, ring_k + at * K, K, ring_norm[at], expf(ring_g[at]), ring_beta[at], v);
+        const float* g = ring_g + (kChannels ? at * K : at);
+        fold_ring_row<kChannels>(S, ring_k + at * K, g, K, ring_norm[at], ring_beta[at], v);
     }
 }
 

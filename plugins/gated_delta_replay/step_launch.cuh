@@ -13,7 +13,11 @@ GatedDeltaStepShared step_shared(const GatedDeltaStepParams& p, bool tuned, int 
     const int part_rows = p.shape.headdim / (tuned ? 2 : 4);
     const uint32_t state_bytes = tuned ? static_cast<uint32_t>(part_rows * p.shape.dstate * sizeof(state_t)) : 0;
     return GatedDeltaStepShared(p.committed_cap, p.tokens, part_rows, p.shape.dstate, sizeof(act_t), items > 1 ? 2 : 1,
-        state_bytes, p.shape.channel_gates, tuned && p.tokens == 1);
+        tuned ? (items + 1) / 2 : 1, state_bytes, p.shape.channel_gates,
+        !tuned                      ? DeltaStepForm::kSeveral
+            : p.tokens == 1         ? DeltaStepForm::kOneToken
+            : p.shape.channel_gates ? DeltaStepForm::kSeveral
+                                    : DeltaStepForm::kTensor);
 }
 
 template <class Traits>
@@ -36,7 +40,11 @@ void launch_delta_tuned(const GatedDeltaStepParams& p, cudaStream_t stream) {
         return launch_delta_kernel<DeltaTraits<act_t, state_t, Gate::kChannel, true, false>>(p, stream);
     }
     if (one) return launch_delta_kernel<DeltaTraits<act_t, state_t, Gate::kHead, true, true>>(p, stream);
-    return launch_delta_kernel<DeltaTraits<act_t, state_t, Gate::kHead, true, false>>(p, stream);
+    switch (tensor_groups(p.tokens)) {
+        case 1: return launch_delta_kernel<DeltaTraits<act_t, state_t, Gate::kHead, true, false, 1>>(p, stream);
+        case 2: return launch_delta_kernel<DeltaTraits<act_t, state_t, Gate::kHead, true, false, 2>>(p, stream);
+        default: return launch_delta_kernel<DeltaTraits<act_t, state_t, Gate::kHead, true, false, 4>>(p, stream);
+    }
 }
 
 //! Any sizes: four blocks a head.

@@ -29,9 +29,10 @@ __device__ __forceinline__ void add_ring_rows(const GatedDeltaStepParams& p, con
     float (&part)[Traits::kRows * kVectors], Weight weight) {
     using act_t = typename Traits::act_t;
     constexpr int kRows = Traits::kRows;
-    const int first = (b.thread >> 3) * kRows;
+    constexpr int kLanes = Traits::kLanes;
+    const int first = Traits::Tile::first_row(b.thread);
 #pragma unroll 2
-    for (int j = b.thread & 7; j < b.plan.history; j += 8) {
+    for (int j = Traits::Tile::lane_of(b.thread); j < b.plan.history; j += kLanes) {
         const auto d = load_pack<act_t, kRows>(rows + (b.tokens + j) * p.shared.row_bytes + first * sizeof(act_t));
         float w[kVectors];
         weight(j, w);
@@ -51,7 +52,7 @@ __device__ __forceinline__ void write_output(const typename Traits::Tile& tile, 
     using Tile = typename Traits::Tile;
     constexpr int kRows = Traits::kRows, kSharers = Tile::template sharers<2>();
     static_assert(Tile::template kept<2>() == 1, "a lane has one total");
-    const int lane = b.thread & 7;
+    const int lane = Tile::lane_of(b.thread);
     const char* rows = smem + p.shared.rows + rows_buffer * p.shared.rows_cap * p.shared.row_bytes;
     const float2 token = reinterpret_cast<const float2*>(smem + p.shared.token)[buffer];
     const float2* dots = reinterpret_cast<const float2*>(smem + p.shared.dots);
@@ -73,7 +74,7 @@ __device__ __forceinline__ void write_output(const typename Traits::Tile& tile, 
     const float other = __shfl_xor_sync(kFullMask, part[0], kSharers);
     const bool query = lane & kSharers;
     const float held = query ? other : part[0], read = query ? part[0] : other;
-    const int own = (b.thread >> 3) * kRows + lane / (2 * kSharers);
+    const int own = Tile::first_row(b.thread) + lane / (2 * kSharers);
     const act_t v = reinterpret_cast<const act_t*>(rows)[own];
     const float d = token.x * (to_float(v) - held);
     if (lane % kSharers != 0) return;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void write_totals(const typename Traits::Tile& tile, 
     char* smem, const DeltaBlock& b, const char* rows, const float2* token, const float2* weights, int t0) {
     using Tile = typename Traits::Tile;
     constexpr int kRows = Traits::kRows, kVectors = 2 * kTokens;
-    const int lane = b.thread & 7, stride = p.shared.dot_stride;
+    const int lane = Tile::lane_of(b.thread), stride = p.shared.dot_stride;
     float part[kRows * kVectors];
     tile.template dot<kVectors>(
         reinterpret_cast<const float*>(smem + p.shared.vectors) + 2 * t0 * b.dstate, lane, b.dstate, part);
@@ -116,7 +117,7 @@ __device__ __forceinline__ void write_totals(const typename Traits::Tile& tile, 
 #pragma unroll
     for (int i = 0; i < Tile::template kept<kVectors>(); ++i) {
         const int value = Tile::template first_kept<kVectors>(lane) + i;
-        totals[(2 * t0 + value % kVectors) * b.part_rows + (b.thread >> 3) * kRows + value / kVectors] = part[i];
+        totals[(2 * t0 + value % kVectors) * b.part_rows + Tile::first_row(b.thread) + value / kVectors] = part[i];
     }
 }
 
@@ -126,7 +127,7 @@ template <class Traits, int kMax>
 __device__ __forceinline__ void solve(const GatedDeltaStepParams& p, const char* smem, const DeltaBlock& b, int item,
     const char* rows, const float2* token, const float2* weights) {
     using act_t = typename Traits::act_t;
-    constexpr int kWarpRows = kWarp / 8 * Traits::kRows;
+    constexpr int kWarpRows = kWarp / Traits::kLanes * Traits::kRows;
     const int query = b.lane() & 1, own = b.warp() * kWarpRows + (b.lane() >> 1) % kWarpRows;
     const float* totals = reinterpret_cast<const float*>(smem + p.shared.totals) + query * b.part_rows + own;
     const float* weight = reinterpret_cast<const float*>(weights) + query;

@@ -10,7 +10,7 @@ namespace replayssm {
 enum class Gate { kHead, kChannel, kEither };
 
 //! kTuned: V = K = 128, an item is half a head, staged in shared memory. Otherwise any size, an item is a quarter.
-template <class act_t_, class state_t_, Gate kGate_, bool kTuned_, bool kOneToken_>
+template <class act_t_, class state_t_, Gate kGate_, bool kTuned_, bool kOneToken_, int kGroups_ = 0>
 struct DeltaTraits {
     using act_t = act_t_;
     using state_t = state_t_;
@@ -19,14 +19,18 @@ struct DeltaTraits {
     static constexpr bool kOneToken = kOneToken_;
     static constexpr int kDstate = kTuned ? 128 : 0;
     static constexpr int kParts = kTuned ? 2 : 4; // items of a head
-    static constexpr int kRows = kTuned ? 4 : 1;  // state rows of a thread
-    static constexpr int kThreadsPerRow = 8 / kRows;
+    static constexpr int kGroups = kGroups_;      // of four tokens, where products are on tensor cores; else 0
+    static constexpr bool kTensor = kGroups > 0;
+    static constexpr bool kOwnWarps = kTuned && kGate == Gate::kHead; // each warp goes through the items on its own
+    static constexpr int kLanes = kTensor ? 4 : 8;                    // that share a state row
+    static constexpr int kRows = kTensor ? 2 : kTuned ? 4 : 1;        // state rows of a thread
+    static constexpr int kThreadsPerRow = kLanes / kRows;
     static constexpr int kPieces = kTuned ? 1 : 2;
     static constexpr int kHeldRows = kTuned ? 4 : 1; // ring rows of k that a warp has on their way
     static constexpr int kCopies = kCursorCopies / kParts;
     static constexpr int kAccess = kTuned ? 16 / sizeof(act_t) : 4; // elements of one access to a row of v or d
     static constexpr int kRegisters = 128;
-    using Tile = DeltaTile<state_t, kDstate, kRows>;
+    using Tile = DeltaTile<state_t, kDstate, kRows, kLanes>;
     using Pieces = RowPieces<kPieces>;
 
     static __device__ __forceinline__ bool channels(const GatedDeltaStepParams& p) {
@@ -34,16 +38,17 @@ struct DeltaTraits {
     }
 };
 
+constexpr int kWarpStateRows = 16; // of a warp in a tuned kernel
+
 //! What a block knows about its work once the cursor is there.
 struct DeltaBlock {
-    char* slot; // pool base + slot_bytes
-    int64_t slot_bytes;
+    char* slot; // its first byte
     RingPlan plan;
-    int thread, row, first_item, items, group, tokens, dstate, part_rows;
+    int thread, warp_index, row, first_item, items, group, tokens, dstate, part_rows;
     bool first_of_group; // appends k and its norm
 
     __device__ __forceinline__ int lane() const { return thread & (kWarp - 1); }
-    __device__ __forceinline__ int warp() const { return thread / kWarp; }
+    __device__ __forceinline__ int warp() const { return warp_index; }
     //! Ring row that token t is appended to.
     __device__ __forceinline__ int append_row(const GatedDeltaSlots& pool, int t) const {
         return ring_row(ring_row(plan.origin, plan.committed, pool.ring_rows), t, pool.ring_rows);
@@ -95,20 +100,24 @@ __device__ __forceinline__ void write_zero_outputs(const GatedDeltaStepParams& p
     }
 }
 
-//! By the block: start the copies of an item's rows: v of the tokens, then of the ring d, or v where this step folds.
+//! Start the copies of an item's rows: v of the tokens, then of the ring d, or v where this step folds. By the block,
+//! or by every warp for its own state rows.
 template <class Traits>
 __device__ __forceinline__ void start_rows(
     const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b, int item, int buffer) {
     using act_t = typename Traits::act_t;
     constexpr int kAccess = Traits::kAccess;
-    const int per_row = Traits::kTuned ? 64 / kAccess : b.part_rows / kAccess;
+    constexpr int kTunedRows = Traits::kOwnWarps ? kWarpStateRows : 64;
+    const int per_row = Traits::kTuned ? kTunedRows / kAccess : b.part_rows / kAccess;
+    const int first = Traits::kOwnWarps ? b.warp() * kWarpStateRows : 0;
+    const int start = Traits::kOwnWarps ? b.lane() : b.thread, threads = Traits::kOwnWarps ? kWarp : blockDim.x;
     const int V = Traits::kTuned ? 128 : p.shape.headdim;
-    const int head = item / Traits::kParts, offset = item % Traits::kParts * b.part_rows;
+    const int head = item / Traits::kParts, offset = item % Traits::kParts * b.part_rows + first;
     const act_t* v = static_cast<const act_t*>(p.in.v.data) + (b.row * p.in.v.row + head * p.in.v.head + offset);
     const act_t* ring =
         b.region<const act_t>(b.plan.flush ? p.pool.ring_v : p.pool.ring_d) + (head * p.pool.ring_rows * V + offset);
-    char* target = smem + p.shared.rows + buffer * p.shared.rows_cap * p.shared.row_bytes;
-    for (int i = b.thread; i < (b.tokens + b.plan.committed) * per_row; i += blockDim.x) {
+    char* target = smem + p.shared.rows + buffer * p.shared.rows_cap * p.shared.row_bytes + first * sizeof(act_t);
+    for (int i = start; i < (b.tokens + b.plan.committed) * per_row; i += threads) {
         const int r = i / per_row, at = (i - r * per_row) * kAccess;
         const act_t* source = r < b.tokens ? v + r * p.in.v.token : ring + b.committed_row(p.pool, r - b.tokens) * V;
         copy_piece<kAccess * sizeof(act_t)>(target + r * p.shared.row_bytes + at * sizeof(act_t), source + at);
@@ -158,6 +167,19 @@ struct HeadGates {
     }
 };
 
+//! Where a weight of ring row j for vector n lies: lane 4 g + q of a product reads the 16 bytes of vector g's rows 2 q,
+//! 2 q + 1, 2 q + 8 and 2 q + 9, first terms, then second ones.
+__device__ __forceinline__ char* tensor_weight(char* weights, int groups, int j, int n) {
+    const int tile = j / kTensorRows, q = j % 8 / 2;
+    return weights + ((tile * groups * 8 + n) * 4 + q) * 16 + j % kTensorRows / 8 * 4 + j % 2 * 2;
+}
+__device__ __forceinline__ void put_tensor_weight(char* weights, int groups, int j, int n, float value) {
+    char* const at = tensor_weight(weights, groups, j, n);
+    const __nv_bfloat16 first = __float2bfloat16_rn(value);
+    *reinterpret_cast<__nv_bfloat16*>(at) = first;
+    *reinterpret_cast<__nv_bfloat16*>(at + 8) = __float2bfloat16_rn(value - __bfloat162float(first));
+}
+
 //! By one warp, for one head: beta of the tokens; what folds the committed rows; GDN: the decays from every row to
 //! every token (times the dot products where there are several tokens). Appends beta and GDN's g where the block has
 //! the head's first part. Exponents are plain sums of g <= 0; the decay up to the step and the one within it are
@@ -171,7 +193,8 @@ __device__ __forceinline__ void weigh_rows(
     float2* token = reinterpret_cast<float2*>(smem + p.shared.token) + buffer * tokens;
     const float2* dots = reinterpret_cast<const float2*>(smem + p.shared.dots);
     float* decays = reinterpret_cast<float*>(smem + p.shared.weights) + buffer * p.shared.rows_cap;
-    float2* weights = reinterpret_cast<float2*>(smem + p.shared.weights) + buffer * p.shared.rows_cap * stride;
+    const int kept_rows = Traits::kTensor ? tokens : p.shared.rows_cap;
+    float2* weights = reinterpret_cast<float2*>(smem + p.shared.weights) + buffer * kept_rows * stride;
 
     if (lane < tokens && item % Traits::kParts == 0) {
         const int at = item / Traits::kParts * p.pool.scalar_stride + b.append_row(p.pool, lane);
@@ -209,6 +232,15 @@ __device__ __forceinline__ void weigh_rows(
         const float since = expf(after + behind);
         for (int t = 0; t < tokens; ++t) {
             const float decay = since * __shfl_sync(kFullMask, up_to, t);
+            if constexpr (Traits::kTensor) {
+                char* ring = smem + p.shared.ring_weights + buffer * p.shared.ring_weight_bytes;
+                const bool live = j < b.plan.committed;
+                if (!live && j >= (b.plan.committed + kTensorRows - 1) / kTensorRows * kTensorRows) continue;
+                const float2 dot = live ? dots[(tokens + j) * stride + t] : make_float2(0.0f, 0.0f);
+                put_tensor_weight(ring, stride / 4, j, 2 * t, live ? decay * dot.x : 0.0f);
+                put_tensor_weight(ring, stride / 4, j, 2 * t + 1, live ? decay * dot.y : 0.0f);
+                continue;
+            }
             if (j >= b.plan.committed) continue;
             if (Traits::kOneToken) {
                 decays[1 + j] = decay;
@@ -229,6 +261,14 @@ __device__ __forceinline__ void weigh_rows(
             const float decay = expf(since);
             weights[at] = make_float2(decay * dots[at].x, decay * dots[at].y);
         }
+    }
+    if constexpr (Traits::kTensor) {
+        if (lane >= tokens) return;
+        const float2 norm = reinterpret_cast<const float2*>(smem + p.shared.norms)[lane];
+        const float decay = expf(behind) * up_to;
+        reinterpret_cast<float4*>(smem + p.shared.token)[buffer * stride + lane] =
+            make_float4(gates.beta, decay * norm.x, decay * norm.y, 0.0f);
+        return;
     }
     if (lane < tokens) token[lane] = make_float2(gates.beta, channels ? 1.0f : expf(behind) * up_to);
 }

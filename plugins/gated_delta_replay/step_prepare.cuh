@@ -35,7 +35,7 @@ struct TokenRows {
     using Pieces = typename Traits::Pieces;
     static constexpr int kPieces = Traits::kPieces;
     Pieces q, k, g, raw_k;
-    float k_norm, kq; // 1 / |k|, kn . qn
+    float k_norm, q_norm, kq; // 1 / |k|, scale / |q|, kn . qn
 
     //! Everything that does not wait for the slot. wanted: this warp has a token.
     __device__ __forceinline__ void load(const GatedDeltaStepParams& p, const DeltaBlock& b, int t, bool wanted) {
@@ -74,12 +74,26 @@ struct TokenRows {
             }
     }
 
+    //! k and q as they come, as vectors of products on tensor cores (step_tensor.cuh).
+    __device__ __forceinline__ void put_vectors(char* vectors, int t) const {
+        const int lane = threadIdx.x & (kWarp - 1), at = lane / 8 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8;
+        char* const row = vectors + 2 * t * kTensorVectorBytes + at;
+        Pack<act_t, 4> pack[2];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            pack[0].value[v] = from_float<act_t>(k.value[0][v]);
+            pack[1].value[v] = from_float<act_t>(q.value[0][v]);
+        }
+        store_pack(row, pack[0]);
+        store_pack(row + kTensorVectorBytes, pack[1]);
+    }
+
     //! k and q become kn and qn; needs no slot.
     __device__ __forceinline__ void normalise(const GatedDeltaStepParams& p) {
         float sum[3] = {k.dot_part(k), q.dot_part(q), k.dot_part(q)};
         warp_sums(sum);
         k_norm = inverse_norm(sum[0], p.shape.qk_l2norm);
-        const float q_norm = inverse_norm(sum[1], p.shape.qk_l2norm) * p.in.scale;
+        q_norm = inverse_norm(sum[1], p.shape.qk_l2norm) * p.in.scale;
         raw_k = k;
         k.scale(k_norm);
         q.scale(q_norm);

@@ -8,18 +8,22 @@
 namespace replayssm {
 namespace {
 
-//! Heads that one block takes in turn, up to so many heads per multiprocessor; for one token, and for several.
-//! Measured with benchmarks/bench_mamba2.py on an H200, 128 heads of 64 x 128.
+//! Heads that one block takes in turn, up to so many heads per multiprocessor; for one token, for several, and for one
+//! with window 1, where neighbouring blocks best write neighbouring memory. Measured with benchmarks/bench_mamba2.py on
+//! an H200, 128 heads of 64 x 128.
 struct Cut {
     int heads_per_multiprocessor;
     int one_token;
     int more_tokens;
+    int conventional;
 };
-constexpr Cut kCuts[] = {{2, 1, 1}, {24, 2, 2}, {48, 2, 4}, {1 << 30, 4, 4}};
+constexpr Cut kCuts[] = {{2, 1, 1, 1}, {24, 2, 2, 2}, {48, 2, 4, 2}, {1 << 30, 4, 4, 1}};
 //! So few heads per multiprocessor that the state is there as soon as the ring rows, which then go first.
 constexpr int kFewHeads = 2;
 //! Blocks of a multiprocessor at a time, for the length of the grid's tail.
 constexpr int kResidentBlocks = 4;
+//! Bytes of states that the first blocks ask for while the kernels in front end.
+constexpr int64_t kAheadBytes = 17 << 20;
 
 bool fits(const Mamba2StepParams& p, int state_dtype, int act_dtype, int heads, bool tuned) {
     const StepShared shared = step_shared(p, dtype_bytes(state_dtype), dtype_bytes(act_dtype), heads, tuned);
@@ -39,11 +43,15 @@ int heads_per_multiprocessor(const Mamba2StepParams& p) {
     return p.rows * p.shape.nheads / device_limits().multiprocessors;
 }
 
-int choose_heads(const Mamba2StepParams& p) {
+int choose_heads(const Mamba2StepParams& p, int state_dtype) {
+    const bool conventional = p.tokens == 1 && p.shape.window == 1;
     const int per_multiprocessor = heads_per_multiprocessor(p);
     for (const Cut& cut : kCuts) {
         if (per_multiprocessor > cut.heads_per_multiprocessor) continue;
-        return largest_divisor(p.shape.heads_per_group, p.tokens == 1 ? cut.one_token : cut.more_tokens);
+        int heads = p.tokens == 1 ? cut.one_token : cut.more_tokens;
+        // 16 bits: half as much to write, as much to prepare.
+        if (conventional) heads = state_dtype == REPLAYSSM_FLOAT32 ? cut.conventional : std::min(heads, 2);
+        return largest_divisor(p.shape.heads_per_group, heads);
     }
     return 1;
 }
@@ -72,11 +80,27 @@ void fill_segments(Mamba2StepParams& p, int heads, int splits, bool even) {
     }
 }
 
+//! What the first blocks ask for: all that may begin early, and of their states as much as the L2 holds beside the
+//! kernels in front.
+StepAhead look_ahead_of(const Mamba2StepParams& p, int state_bytes) {
+    int blocks = 0;
+    for (const StepSegment& segment : p.segments)
+        blocks += segment.blocks;
+    const int multiprocessors = device_limits().multiprocessors;
+    StepAhead ahead;
+    ahead.blocks = std::min(blocks, kResidentBlocks * multiprocessors);
+    ahead.stride = std::min(ahead.blocks, multiprocessors);
+    const int64_t head_bytes = static_cast<int64_t>(p.shape.headdim) * p.shape.dstate * state_bytes;
+    if (ahead.blocks > 0)
+        ahead.heads = static_cast<int>(std::max<int64_t>(1, kAheadBytes / (head_bytes * ahead.blocks)));
+    return ahead;
+}
+
 } // namespace
 
 void launch_mamba2_step(
     Mamba2StepParams p, int state_dtype, int act_dtype, Mamba2StepTuning tuning, cudaStream_t stream) {
-    int heads = tuning.heads_per_block == 0 ? choose_heads(p) : tuning.heads_per_block;
+    int heads = tuning.heads_per_block == 0 ? choose_heads(p, state_dtype) : tuning.heads_per_block;
     require(heads >= 1 && p.shape.heads_per_group % heads == 0, "tuning.heads_per_block is ", heads,
         "; it must be 0 or divide the heads per group, ", p.shape.heads_per_group);
     const bool tuned = is_tuned(p, state_dtype, act_dtype);
@@ -85,6 +109,7 @@ void launch_mamba2_step(
     fill_segments(p, heads, tuned ? 1 : 4, tuning.flags & REPLAYSSM_STEP_EVEN_BLOCKS);
     p.state_first = !(tuning.flags & REPLAYSSM_STEP_STATE_LAST) && heads_per_multiprocessor(p) >= kFewHeads;
     p.early_launch = !(tuning.flags & REPLAYSSM_STEP_PLAIN_LAUNCH) && device_limits().early_launch;
+    if (tuned && p.early_launch) p.ahead = look_ahead_of(p, dtype_bytes(state_dtype));
     if (tuned && state_dtype == REPLAYSSM_FLOAT32) return launch_step_bf16_fp32(p, stream);
     if (tuned) return launch_step_bf16_bf16(p, stream);
     switch (act_dtype) {

@@ -62,6 +62,13 @@ struct StepSegment {
 };
 constexpr int kStepSegments = 3;
 
+//! What a step does while the kernels in front of it end (step_ahead.cuh).
+struct StepAhead {
+    int blocks = 0; // of the grid: those that may begin so early, in grid order
+    int stride = 1; // block i < stride asks for what blocks i, i + stride, ... read
+    int heads = 0;  // states of a block that are asked for
+};
+
 struct Mamba2StepParams {
     Mamba2Slots pool;
     Mamba2Shape shape;
@@ -73,6 +80,7 @@ struct Mamba2StepParams {
     StepSegment segments[kStepSegments]; // in grid order; the last one that has blocks ends the grid
     bool state_first = true;             // ask for the state before the ring rows
     bool early_launch = false;
+    StepAhead ahead;
     int committed_cap = 0; // most committed rows a slot can hold
     Divisor heads_per_group;
     Divisor row_vectors; // accesses that one row of x takes (row_access_elems)

@@ -22,6 +22,7 @@
 //! slot outside the pool: zero output, no memory touched.
 #pragma once
 
+#include "step_ahead.cuh"
 #include "step_tensor.cuh"
 
 #include <type_traits>
@@ -88,14 +89,19 @@ __global__ void __maxnreg__((StepTraits<state_t, kDstate, kOneToken>::kRegisters
     extern __shared__ __align__(128) char smem[];
     StepBlock b;
     b.thread = threadIdx.x;
-    find_work<kSplit>(p, b);
+    find_work<kSplit>(p, blockIdx.x, b);
     b.tokens = kOneToken ? 1 : p.tokens;
     b.dstate = kDstate ? kDstate : p.shape.dstate;
     b.block_rows = p.shape.headdim / kSplit;
     uint64_t* barrier = reinterpret_cast<uint64_t*>(smem + p.shared.barrier);
-    if (kStaged) {
+    int64_t probable = -1; // slot
+    if constexpr (kStaged) {
         if (threadIdx.x == 0) CopyBarrier::init(barrier);
-        __syncthreads(); // nobody waits on it before
+        if (static_cast<int>(blockIdx.x) < p.ahead.blocks) {
+            look_ahead<act_t, state_t, kDstate>(p);
+            probable = peek_index(p.slots, b.row);
+        }
+        __syncthreads(); // nobody waits on the barrier before
     }
     wait_for_previous_kernels();
     let_next_kernel_start();
@@ -121,10 +127,23 @@ __global__ void __maxnreg__((StepTraits<state_t, kDstate, kOneToken>::kRegisters
             D_bits[r] = load_bits(p.in.D.data, p.in.D.dtype, head * p.in.D.head + (own(b) + r) * p.in.D.token);
     };
     load_D(b, b.first_head);
+    const auto cursors = [&](const StepBlock& b, int head) { // its cursor copies
+        return reinterpret_cast<Cursor*>(b.slot + p.pool.cursor) + head * kCursorCopies + b.split * kCopies;
+    };
+    Cursor cursor{};
+    b.slot = nullptr;
+    if (probable >= 0 && probable < p.pool.slots) {
+        b.slot = p.pool.base + probable * p.pool.stride_bytes;
+        cursor = *cursors(b, b.first_head);
+    }
     if (slot < 0 || slot >= p.pool.slots) return write_zero_rows<act_t>(p, b);
 
-    // Loads that wait for the slot: cursor, and the state where nothing is in its way.
-    b.slot = p.pool.base + slot * p.pool.stride_bytes;
+    // Loads that wait for the slot: cursor (but for a guess that was right), and the state where nothing is in its way.
+    char* const base = p.pool.base + slot * p.pool.stride_bytes;
+    if (b.slot != base) {
+        b.slot = base;
+        cursor = *cursors(b, b.first_head);
+    }
     const auto state = [&](const StepBlock& b, int head) { // this block's part of a head
         return reinterpret_cast<state_t*>(b.slot + p.pool.state) +
             (head * kSplit + b.split) * (b.block_rows * b.dstate);
@@ -132,15 +151,13 @@ __global__ void __maxnreg__((StepTraits<state_t, kDstate, kOneToken>::kRegisters
     const auto thread_part = [](const StepBlock& b) { // bytes into it
         return (b.thread >> 3) * kRows * b.dstate * static_cast<int>(sizeof(state_t));
     };
-    const auto cursors = [&](const StepBlock& b, int head) { // its cursor copies
-        return reinterpret_cast<Cursor*>(b.slot + p.pool.cursor) + head * kCursorCopies + b.split * kCopies;
-    };
-    const Cursor cursor = *cursors(b, b.first_head);
     Tile tile;
     const auto start_state = [&](const StepBlock& b, int head, bool read_once) {
         if constexpr (kStaged) {
             copy_block(smem + p.shared.state, state(b, head), b.block_rows * b.dstate * sizeof(state_t), barrier,
-                copy_policy(read_once));
+                copy_policy(!read_once ? CopyUse::kWrittenBack
+                        : kOneToken    ? CopyUse::kReadOnce
+                                       : CopyUse::kPlain));
         } else {
             tile.template load<false>(
                 reinterpret_cast<const char*>(state(b, head)) + thread_part(b), b.thread & 7, b.dstate);

@@ -14,10 +14,10 @@ struct StepBlock {
 };
 static_assert(sizeof(StepBlock) <= kStepBlockBytes, "room for it in shared memory");
 
-//! Which row, heads and part of a head this block has.
+//! Which row, heads and part of a head block `index` of the grid has.
 template <int kSplit>
-__device__ __forceinline__ void find_work(const Mamba2StepParams& p, StepBlock& b) {
-    int index = blockIdx.x, segment = 0;
+__device__ __forceinline__ void find_work(const Mamba2StepParams& p, int index, StepBlock& b) {
+    int segment = 0;
 #pragma unroll
     for (int i = 0; i < kStepSegments - 1; ++i) {
         if (segment == i && index >= p.segments[i].blocks) {

@@ -14,31 +14,38 @@ from pathlib import Path
 import pytest
 from emulator_build import build
 
-# Whole chunks of 64 tokens, one token more and less, one token, none, several chunks. Sequences alternate between an
-# empty start and a slot with a state and ring rows; the third is padding.
+# Whole chunks of 16 tokens, one token more and less, one token, none, more chunks than stages. Sequences alternate
+# between an empty start and a slot with a state and ring rows; the third is padding.
 RAGGED = "0,1,63,64,65,200,16,129"
 SHORT = "65,17,5,129"
 
 # Outputs: error beyond half a step of bf16, over the rms of the head's outputs. In chunks two bf16 terms of what enters
-# an output alone leave out 2^-18 of a value (measured 2^-16 of the rms); token by token there is fp32 alone.
+# an output alone leave out 2^-18 of a value (measured 2^-16 of the rms, 2^-15.3 where gates of very different strength
+# meet); token by token there is fp32 alone.
 OUTPUT_BOUND = {"chunk": 2.0**-15, "exact": 2.0**-20}
 # ||state - float64|| / ||state||. All 24 bits of every fp32 operand enter a chunk's products: measured 2^-22. Token by
 # token a state that does not decay collects a rounding per token: measured 2^-19.8 after 200 tokens of equal keys.
 STATE_BOUND = {"chunk": 2.0**-21, "exact": 2.0**-19}
 
-REGIMES = ("usual", "still", "alike", "forgetful", "bound", "swinging")
+REGIMES = ("usual", "still", "alike", "forgetful", "bound", "swinging", "wild")
+KINDS = ("gdn", "kda", "kda-bounded")
 CASES = {
-    **{f"{k}-{r}": {"kernel": k, "regime": r} for k in ("chunk-warp", "chunk-warpgroup", "exact-4") for r in REGIMES},
-    **{f"kda-{r}": {"kernel": "exact-4", "kind": "kda", "regime": r} for r in ("usual", "swinging", "forgetful")},
-    **{f"kda-bounded-{r}": {"kernel": "exact-4", "kind": "kda-bounded", "regime": r} for r in ("usual", "bound")},
-    "warpgroup-two-groups-a-head": {"kernel": "chunk-warpgroup", "headdim": 128, "warps": 8},
-    "warpgroup-two-blocks-a-head": {"kernel": "chunk-warpgroup", "headdim": 128},
-    "warpgroup-spare-warps": {"kernel": "chunk-warpgroup", "headdim": 80, "warps": 8, "dstate": 112},
-    "warpgroup-narrow": {"kernel": "chunk-warpgroup", "dstate": 64},
-    "warp-three-warps-padded-columns": {"headdim": 48, "dstate": 96, "warps": 3},
-    "warp-two-blocks-uneven": {"headdim": 80, "dstate": 64, "warps": 3},
-    "warp-one-strip-narrow": {"headdim": 16, "dstate": 16, "warps": 2},
-    "warp-eight-warps": {"headdim": 128, "warps": 8},
+    **{f"chunk-{k}-{r}": {"kind": k, "regime": r} for k in KINDS for r in REGIMES},
+    **{f"exact-{r}": {"kernel": "exact-4", "regime": r} for r in REGIMES},
+    **{f"exact-kda-{r}": {"kernel": "exact-4", "kind": "kda", "regime": r} for r in ("usual", "wild", "forgetful")},
+    **{f"exact-kda-bounded-{r}": {"kernel": "exact-4", "kind": "kda-bounded", "regime": r} for r in ("usual", "bound")},
+    "two-blocks-a-head": {"headdim": 128},
+    "padded-columns": {"headdim": 48, "dstate": 96, "warps": 3},
+    "two-blocks-uneven": {"headdim": 80, "dstate": 64, "warps": 3},
+    "one-strip-narrow": {"headdim": 16, "dstate": 16, "warps": 1},
+    "kda-two-blocks-a-head": {"kind": "kda", "headdim": 128},
+    "kda-padded-columns": {"kind": "kda", "headdim": 48, "dstate": 112, "warps": 3},
+    "kda-two-blocks-uneven": {"kind": "kda", "headdim": 80, "dstate": 48, "warps": 3},
+    "kda-one-strip-narrow": {"kind": "kda", "headdim": 16, "dstate": 16, "warps": 1},
+    "kda-gates-one-by-one": {"kind": "kda", "gates": "apart"},
+    "kda-bf16-gates": {"kind": "kda", "gates": "bf16"},
+    "kda-bf16-gates-one-by-one": {"kind": "kda", "gates": "bf16-apart"},
+    "kda-long": {"kind": "kda", "regime": "still", "heads": 1, "headdim": 16, "warps": 1, "lengths": "1000"},
     "exact-any-size": {"kernel": "exact-1", "headdim": 48, "dstate": 96},
     "exact-one-warp": {"kernel": "exact-1", "headdim": 16, "dstate": 16},
     "exact-wide-channels": {"kernel": "exact-1", "kind": "kda", "headdim": 80, "dstate": 256},
@@ -46,8 +53,9 @@ CASES = {
 
 
 def launch(program: Path, **changes: object) -> subprocess.CompletedProcess[str]:
-    options: dict[str, object] = {"kernel": "chunk-warp", "kind": "gdn", "heads": 2, "groups": 1, "headdim": 64}
+    options: dict[str, object] = {"kernel": "chunk", "kind": "gdn", "heads": 2, "groups": 1, "headdim": 64}
     options |= {"dstate": 128, "warps": 4, "regime": "usual", "first-warp": "first", "lengths": RAGGED} | changes
+    options = {"gates": "pairs"} | options
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60)
 
@@ -65,7 +73,7 @@ def faults(done: subprocess.CompletedProcess[str], way: str) -> list[str]:
 
 
 def way_of(changes: dict[str, object]) -> str:
-    return str(changes.get("kernel", "chunk-warp")).partition("-")[0]
+    return str(changes.get("kernel", "chunk")).partition("-")[0]
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +87,13 @@ def test_the_kernel_agrees_with_the_recurrence(program: Path, name: str) -> None
     assert faults(launch(program, **changes), way_of(changes)) == []
 
 
-@pytest.mark.parametrize("kernel", ["chunk-warp", "chunk-warpgroup", "exact-1"])
-def test_bits_depend_neither_on_the_cut_nor_on_which_warp_is_ahead(program: Path, kernel: str) -> None:
-    cuts = {"chunk-warp": (2, 3, 8), "chunk-warpgroup": (4, 8), "exact-1": (4,)}[kernel]
+@pytest.mark.parametrize("kernel, kind", [("chunk", "gdn"), ("chunk", "kda"), ("exact-1", "gdn")])
+def test_bits_depend_neither_on_the_cut_nor_on_which_warp_is_ahead(program: Path, kernel: str, kind: str) -> None:
     outputs = set()
-    for warps in cuts:
+    for warps in (2, 3, 8) if kernel == "chunk" else (4,):
         for first in ("first", "last"):
-            done = launch(program, kernel=kernel, headdim=128, lengths=SHORT, warps=warps, **{"first-warp": first})
+            options = {"kernel": kernel, "kind": kind, "headdim": 128, "lengths": SHORT, "first-warp": first}
+            done = launch(program, warps=warps, **options)
             assert faults(done, way_of({"kernel": kernel})) == [], (warps, first)
             outputs.add(done.stdout)
     if kernel == "exact-1":
@@ -93,63 +101,120 @@ def test_bits_depend_neither_on_the_cut_nor_on_which_warp_is_ahead(program: Path
     assert len(outputs) == 1, outputs
 
 
-# What each must be caught by: the state's bound, the outputs' bound, NaN of memory that nothing has written yet.
+# Kind and regime of the run; header, text and what replaces it. What each must be caught by: the state's bound, the
+# outputs' bound, NaN of memory that nothing has written yet, infinities.
 CORRUPTIONS = {
     "a term of the state less where keys ask it": (
-        "scan_chunk_products.cuh",
-        "warpgroup_mma<0, 0>(low, a[2], of_keys);",
-        "warpgroup_mma<0, 0>(low, a[1], of_keys);",
+        "gdn usual",
+        "scan_chunk_fold.cuh",
+        "mma_pair(low, a[2], b);",
+        "mma_pair(low, a[1], b);",
+    ),
+    "a term of the keys less": (
+        "kda usual",
+        "scan_chunk_channels.cuh",
+        "store_terms<kTerms>(stage + kStage.writes + piece, kStage.tile,",
+        "store_terms<kTerms - 1>(stage + kStage.writes + piece, kStage.tile,",
     ),
     "the products' smallest terms left out": (
-        "scan_chunk_products.cuh",
-        "for (int level = 0; level < kTerms - term; ++level)",
-        "for (int level = 0; level < kTerms - 1 - term; ++level)",
+        "gdn alike",
+        "scan_chunk_fold.cuh",
+        "(sum[2][i][e] + sum[1][i][e]) + sum[0][i][e]",
+        "sum[1][i][e] + sum[0][i][e]",
     ),
-    "decays of the diagonal one token off": (
-        "scan_chunk_tile.cuh",
-        "behind += t > s ? g[t] : 0.0f;",
-        "behind += t > s ? g[t - 1] : 0.0f;",
+    "decays one token off": (
+        "gdn usual",
+        "scan_chunk_heads.cuh",
+        "behind += t > s ? g : 0.0f;",
+        "behind += t >= s ? g : 0.0f;",
     ),
-    "scores that are read before they are there": (
-        "scan_chunk_kernel.cuh",
-        "__syncthreads(); // A, its inverses and q k^T are there",
+    "decays within a group one token off": (
+        "kda usual",
+        "scan_chunk_channels.cuh",
+        "middle[1][e] = exp2_fast(span.g[2][e]);",
+        "middle[1][e] = exp2_fast(span.g[1][e]);",
+    ),
+    "the groups between two others do not decay": (
+        "kda usual",
+        "scan_chunk_channel_scores.cuh",
+        "k[part][i] *= total.value[i];",
+        "k[part][i] *= 1.0f;",
+    ),
+    "decays as quotients": (
+        "kda forgetful",
+        "scan_chunk_channels.cuh",
+        "span.k[j][e] * decays.end[j][e];",
+        "span.k[j][e] * (decays.start[kGroup - 1][e] / decays.start[j][e]);",
+    ),
+    "decays that are read before they are there": (
+        "gdn usual",
+        "scan_chunk_heads.cuh",
+        "__syncwarp(); // decays are there",
+        "",
+    ),
+    "rows that are read before they are there": (
+        "kda usual",
+        "scan_chunk_channel_scores.cuh",
+        "p.meet(); // rows and products within groups are there",
+        "",
+    ),
+    "a stage that is filled while it is in use": (
+        "gdn usual",
+        "scan_chunk_heads.cuh",
+        "w.wait_for_stage(span);",
         "",
     ),
     "raw rows that are read before they are there": (
+        "gdn usual",
         "scan_kernel.cuh",
         "        wait_for_own_copies();\n        __syncthreads();",
         "        __syncthreads();",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_corrupted_kernel_is_caught(tmp_path: Path, name: str) -> None:
-    corrupted = build(tmp_path, "delta_scan_emulator", "gated_delta_replay", CORRUPTIONS[name])
-    kernel = {"scan_kernel.cuh": "exact-1"}.get(CORRUPTIONS[name][0], "chunk-warpgroup")
-    changes: dict[str, object] = {"kernel": kernel, "regime": "alike" if "left out" in name else "usual"}
+    case, *corruption = CORRUPTIONS[name]
+    corrupted = build(tmp_path, "delta_scan_emulator", "gated_delta_replay", tuple(corruption))
+    kind, regime = case.split()
+    kernel = "exact-1" if corruption[0] == "scan_kernel.cuh" else "chunk"
+    changes: dict[str, object] = {"kernel": kernel, "kind": kind, "regime": regime, "first-warp": "last"}
     assert faults(launch(corrupted, **changes), way_of(changes)) != []
 
 
-# Every kernel of the scans, with several sequences and blocks a grid. Reads by warpgroup products are not watched.
+# Every kernel of the scans, with several sequences and blocks a grid.
 WATCHED: dict[str, dict[str, object]] = {
-    "chunk-warp": {"kernel": "chunk-warp"},
-    "chunk-warpgroup": {"kernel": "chunk-warpgroup"},
+    "chunk-gdn": {"kind": "gdn"},
+    "chunk-kda": {"kind": "kda"},
+    "chunk-kda-narrow": {"kind": "kda-bounded", "dstate": 64},
     "exact-4-kda": {"kernel": "exact-4", "kind": "kda"},
     "exact-1": {"kernel": "exact-1", "dstate": 96},
 }
 # Barriers whose absence no value shows here, since warps run one after another.
-RACES: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "tiles that are loaded over those in use": (
-        "chunk-warp",
+RACES: dict[str, tuple[dict[str, object], tuple[str, str, str]]] = {
+    "a stage that is filled while it is in use": (
+        {"kind": "kda"},
+        ("scan_chunk_channel_scores.cuh", "            w.wait_for_stage(i);\n", ""),
+    ),
+    "a stage that is used before it is filled": (
+        {"kind": "kda"},
         (
-            "scan_chunk_kernel.cuh",
-            "        __syncthreads(); // tiles have arrived; nobody reads the last chunk's any more\n",
+            "scan_chunk_channel_scores.cuh",
+            "% Traits::kProducers ? span - 1 : span;",
+            "% Traits::kProducers ? span : span;",
+        ),
+    ),
+    "rows that the last span's scores still read": (
+        {"kind": "kda"},
+        (
+            "scan_chunk_channel_scores.cuh",
+            "        p.meet(); // sums and squares are there; the last span's rows have been used\n",
             "",
         ),
     ),
     "rows of a batch that are replaced while they are used": (
-        "exact-1",
+        {"kernel": "exact-1"},
         (
             "scan_kernel.cuh",
             "        wait_for_own_copies();\n        __syncthreads();",
@@ -165,10 +230,9 @@ def watched(folder: Path, corruption: tuple[str, str, str] | None = None) -> Pat
 
 def count_races(program: Path, **changes: object) -> int:
     """Reports of ThreadSanitizer, which wants the usual places of programs in memory."""
-    options: dict[str, object] = {"kernel": "chunk-warp", "kind": "gdn", "heads": 1, "groups": 1, "headdim": 32}
+    options: dict[str, object] = {"kernel": "chunk", "kind": "gdn", "heads": 1, "groups": 1, "headdim": 32}
     options |= {"dstate": 128, "warps": 2, "regime": "usual", "first-warp": "first", "lengths": SHORT} | changes
-    if options["kernel"] == "chunk-warpgroup":
-        options |= {"headdim": 64, "warps": 4}
+    options = {"gates": "pairs"} | options
     arguments = [str(program), *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
     environment = os.environ | {"TSAN_OPTIONS": "history_size=4"}
     for prefix in ([], ["setarch", "-R"]):
@@ -193,5 +257,5 @@ def test_barriers_order_all_accesses_of_different_warps(watched_program: Path, n
 
 @pytest.mark.parametrize("name", RACES)
 def test_a_missing_barrier_is_seen(tmp_path: Path, name: str) -> None:
-    kernel, corruption = RACES[name]
-    assert count_races(watched(tmp_path, corruption), kernel=kernel) > 0
+    changes, corruption = RACES[name]
+    assert count_races(watched(tmp_path, corruption), **changes) > 0

@@ -283,6 +283,27 @@ def test_teeth(emulated, built, header, old, new):
         decode(spec_of("kda", 2, 1, 128, 128, window=4), 11, StepTuning())
 
 
+@pytest.mark.parametrize(
+    "header, old, new, message",
+    [
+        ("step_tensor.cuh", "if (f > own_group || q > m % 4)", "if (f > own_group)", "relative error"),
+        ("step_tensor.cuh", "a[h][term][i] = terms[term];", "a[h][term][i] = term ? 0 : terms[term];", "largest error"),
+        (
+            "step_parts.cuh",
+            "(at + 8) = __float2bfloat16_rn(value - __bfloat162float(first));",
+            "(at + 8) = first;",
+            "relative error",
+        ),
+    ],
+    ids=["solve", "state", "weights"],
+)
+def test_teeth_of_products_on_tensor_cores(emulated, built, header, old, new, message):
+    """Tokens that do not see each other, a state of one bf16 term, weights that count twice."""
+    emulated(built.corrupted(header, old, new))
+    with pytest.raises(AssertionError, match=message):
+        verify_and_single(kernels, spec_of("gdn", 2, 1, 128, 128, spec_len=4), "trained")
+
+
 def test_teeth_of_the_rounding_bound(emulated, built):
     """Ring rows of d that are off by one rounding more are seen, in single steps and in verify steps."""
     emulated(built.corrupted("fold.cuh", "-kLargest ? -kLargest : d);", "-kLargest ? -kLargest : d * 1.0040f);"))

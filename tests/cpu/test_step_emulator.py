@@ -101,13 +101,14 @@ def test_step_agrees_with_the_recurrence(program: Path, case: dict[str, object],
         ("tensor_tile.cuh", "token_half(lane >> 4)", "token_half(0)", {}),
         ("step_weigh.cuh", "at[2] = __float2bfloat16_rn(value - __bfloat162float(first));", "at[2] = first;", {}),
         ("step_kernel.cuh", "slot * p.pool.stride_bytes", "static_cast<int>(slot * p.pool.stride_bytes)", FAR),
+        ("step_kernel.cuh", "if (b.slot != base) {", "if (b.slot == nullptr) {", {}),
         ("step_parts.cuh", "if (!kOneToken && j > t0 + u && j < tokens) continue;", "", {"generic": 1}),
         ("materialize_kernel.cuh", "clamp_count(count,", "clamp_count(-1,", {}),
         ("ring_fold.cuh", "ring_row(origin, base, pool.ring_rows)", "origin", LONG_WINDOW),
     ],
     ids=[
         *("later-tokens", "dead-rows", "halves", "second-term", "32-bit-slots"),
-        *("later-tokens-generic", "materialized-count", "later-batches"),
+        *("guessed-slot", "later-tokens-generic", "materialized-count", "later-batches"),
     ],
 )
 def test_teeth(tmp_path: Path, header: str, old: str, new: str, changes: dict[str, object]) -> None:

@@ -1,4 +1,5 @@
-//! In the place of common/async_copy.cuh: shared memory of the one block that runs, and addresses in it.
+//! In the place of common/async_copy.cuh: shared memory of the one block that
+//! runs, and addresses in it.
 #pragma once
 
 #include "numeric.cuh"

@@ -1,9 +1,12 @@
-//! Runs the blocks of a CUDA kernel on a CPU: a fiber for each thread of a block, which runs until it has to wait for
-//! others. Lanes take turns at every collective, not at every instruction, so code that relies on lockstep without
-//! saying so (no __syncwarp) fails here. A warp goes on until it waits for another warp, so warps are as far apart as
-//! the barriers allow, the first or the last ahead: a missing barrier often shows. Not seen: races between two
-//! collectives of a warp or warpgroup (each is a full barrier here) and fences. One block at a time.
-//! Included before any source of the kernel: it makes the CUDA keywords empty and defines what device code calls.
+//! Runs the blocks of a CUDA kernel on a CPU: a fiber for each thread of a
+//! block, which runs until it has to wait for others. Lanes take turns at every
+//! collective, not at every instruction, so code that relies on lockstep
+//! without saying so (no __syncwarp) fails here. A warp goes on until it waits
+//! for another warp, so warps are as far apart as the barriers allow, the first
+//! or the last ahead: a missing barrier often shows. Not seen: races between
+//! two collectives of a warp or warpgroup (each is a full barrier here) and
+//! fences. One block at a time. Included before any source of the kernel: it
+//! makes the CUDA keywords empty and defines what device code calls.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,13 +37,17 @@
 #define __grid_constant__
 #define __maxnreg__(...)
 #define __align__(...)
-#define __CUDA_ARCH_FEAT_SM90_ALL // kernels with warpgroup products are compiled, too
+#define REPLAYSSM_EMULATOR 1
+#define __CUDA_ARCH_FEAT_SM90_ALL // kernels with warpgroup products are
+                                  // compiled, too
 
 using std::max;
 using std::min;
 
-//! With -fsanitize=thread every thread of a block is a fiber that ThreadSanitizer knows, and only what orders threads of
-//! a GPU orders them: it reports accesses of different warps that no barrier lies between, whichever warp ran first.
+//! With -fsanitize=thread every thread of a block is a fiber that
+//! ThreadSanitizer knows, and only what orders threads of a GPU orders them: it
+//! reports accesses of different warps that no barrier lies between, whichever
+//! warp ran first.
 #if defined(__SANITIZE_THREAD__)
 extern "C" {
 void* __tsan_get_current_fiber();
@@ -119,7 +126,18 @@ inline void fail(const char* what) {
     std::exit(3);
 }
 
-//! A place where `count` threads meet again and again, all for the same operation.
+//! Bytes that were asked for to come to L2: readable ones, since the GPU looks
+//! at their pages.
+inline void prefetched(const void* source, uint32_t bytes, uint32_t alignment = 1) {
+    static volatile char sink;
+    if (reinterpret_cast<uintptr_t>(source) % alignment != 0 || bytes % alignment != 0)
+        fail("a prefetch is not aligned");
+    for (uint32_t i = 0; i < bytes; ++i)
+        sink = static_cast<const char*>(source)[i];
+}
+
+//! A place where `count` threads meet again and again, all for the same
+//! operation.
 struct Rendezvous {
     int arrived = 0;
     int64_t generation = 0;
@@ -141,8 +159,9 @@ struct Copy {
     uint32_t bytes = 16;
 };
 
-//! Asynchronous copies of one thread. They take place when the thread waits for them or reports them to a barrier, not
-//! before: what is read too early reads what was there.
+//! Asynchronous copies of one thread. They take place when the thread waits for
+//! them or reports them to a barrier, not before: what is read too early reads
+//! what was there.
 struct Copies {
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
@@ -224,7 +243,8 @@ inline void run_thread() {
     let_others_run();
 }
 
-//! A warp's threads in turn, until none gets on; returns how many are not finished.
+//! A warp's threads in turn, until none gets on; returns how many are not
+//! finished.
 inline int run_warp(int warp) {
     const races::Unseen unseen;
     int left;
@@ -243,7 +263,8 @@ inline int run_warp(int warp) {
     return left;
 }
 
-//! Runs body() once for each thread of the block that blockIdx names, to the end.
+//! Runs body() once for each thread of the block that blockIdx names, to the
+//! end.
 inline void run_block(int threads, bool last_warp_first, std::function<void()> body) {
     static std::vector<std::vector<char>> stacks;
     Block here(threads);
@@ -331,7 +352,8 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     return out;
 }
 
-//! fmaf rounds once; the others must not be contracted, see -ffp-contract=off of the test.
+//! fmaf rounds once; the others must not be contracted, see -ffp-contract=off
+//! of the test.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
@@ -340,6 +362,7 @@ inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float a) { return static_cast<float>(1.0000002 / std::sqrt(static_cast<double>(a))); } // 2 ulp off
 
 inline float __uint_as_float(unsigned bits) {
     float value;

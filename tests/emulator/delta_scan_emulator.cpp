@@ -1,13 +1,19 @@
-//! Runs the scans of GDN and KDA on a CPU on one made-up case and compares them with the recurrence in double
-//! precision. Prints a line `name value` for each measure; tests/cpu/test_delta_scan_emulator.py knows the bounds.
+//! Runs the scans of GDN and KDA on a CPU on one made-up case and compares them
+//! with the recurrence in double precision. Prints a line `name value` for each
+//! measure; tests/cpu/test_delta_scan_emulator.py knows the bounds.
 //!
-//!   delta_scan_emulator --kernel chunk-warp --kind gdn --heads 4 --groups 2 --headdim 64 --dstate 128 --warps 2
-//!                       --regime usual --first-warp first --lengths 0,1,63
+//!   delta_scan_emulator --kernel chunk --kind gdn --heads 4 --groups 2
+//!   --headdim 64 --dstate 128 --warps 2
+//!                       --gates pairs --regime usual --first-warp first
+//!                       --lengths 0,1,63
 //!
-//! kernel: chunk-warp, chunk-warpgroup, exact-1 or exact-4 (state rows a thread). warps: of a block, for chunks.
-//! Memory that the kernel must not read (rows behind the last token, tokens of padding, gaps between tokens, unused slots and ring rows,
-//! shared memory before its first write) holds NaN. Every second sequence starts from its slot: a state, and ring rows
-//! that are folded into it. Of four or more sequences the third is padding (slot -1).
+//! kernel: chunk, exact-1 or exact-4 (state rows a thread). warps: of a block
+//! that hold a state, for chunks. gates: fp32 loaded in pairs or one by one
+//! (apart), bf16 or bf16-apart. Memory that the kernel must not read (rows
+//! behind the last token, tokens of padding, gaps between tokens, unused slots
+//! and ring rows, shared memory before its first write) holds NaN. Every second
+//! sequence starts from its slot: a state, and ring rows that are folded into
+//! it. Of four or more sequences the third is padding (slot -1).
 #include "cuda_on_host.h"
 
 #include "gated_delta_replay/scan_chunk_kernel.cuh"
@@ -34,7 +40,7 @@ constexpr float kBound = -5.0f;
 struct Options {
     std::string kernel, regime;
     int heads = 0, groups = 0, headdim = 0, dstate = 0, warps = 0;
-    bool kda = false, bounded = false, last_warp_first = false;
+    bool bf16_gates = false, gates_apart = false, kda = false, bounded = false, last_warp_first = false;
     std::vector<int> lengths;
 };
 
@@ -75,6 +81,9 @@ Options parse(int argc, char** argv) {
     o.dstate = std::stoi(take("--dstate"));
     o.warps = std::stoi(take("--warps"));
     o.regime = take("--regime");
+    const std::string gates = take("--gates");
+    o.bf16_gates = gates.rfind("bf16", 0) == 0;
+    o.gates_apart = gates.find("apart") != std::string::npos;
     o.last_warp_first = take("--first-warp") == "last";
     o.lengths = parse_lengths(take("--lengths"));
     if (!given.empty()) refuse("unknown option " + given.begin()->first);
@@ -96,6 +105,7 @@ struct Case {
     std::vector<Bf16> q, k, v, o;
     int channels, keys; // elements from token to token
     std::vector<float> a, b, A_log, bias;
+    std::vector<Bf16> narrow_a;
     GatedDeltaSlots pool;
     std::vector<char> memory;
     std::vector<int> slots;
@@ -145,7 +155,8 @@ void Case::pad(int sequence) {
     spoil(b, options.heads);
 }
 
-//! [tokens, features] with gaps, and a token of gap behind. "alike": all tokens have nearly the same key.
+//! [tokens, features] with gaps, and a token of gap behind. "alike": all tokens
+//! have nearly the same key.
 std::vector<Bf16> Case::activations(int features) {
     std::vector<Bf16> out((starts.back() + 1) * static_cast<size_t>(features + kGap));
     std::memset(static_cast<void*>(out.data()), kPoison, out.size() * sizeof(Bf16));
@@ -158,16 +169,28 @@ std::vector<Bf16> Case::activations(int features) {
     return out;
 }
 
-//! usual: models' range. still, alike: g near -1e-6, nothing decays. forgetful: every token erases the state. bound:
-//! g = -5 at every token. swinging: from still to erasing from token to token.
+//! usual: models' range. still, alike: g near -1e-6, nothing decays. forgetful:
+//! every token erases the state. bound: g = -5 at every token. swinging: from
+//! still to erasing from token to token. wild: one gate in eight is infinite,
+//! or so large that products with it are.
 void Case::make_gates() {
     const std::map<std::string, float> biases{{"usual", 0.0f}, {"still", -14.0f}, {"alike", -14.0f},
-        {"forgetful", 30.0f}, {"bound", 5.0f}, {"swinging", 0.0f}};
+        {"forgetful", 30.0f}, {"bound", 5.0f}, {"swinging", 0.0f}, {"wild", -5.0f}};
     if (!biases.count(options.regime)) refuse("unknown regime " + options.regime);
     std::uniform_real_distribution<float> swing(-14.0f, 30.0f);
     const bool still = options.regime != "usual" && options.regime != "swinging";
     for (int i = 0; i < starts.back() * options.heads * gates(); ++i)
         a.push_back(options.regime == "swinging" ? swing(random) : still ? 0.1f * normal() : normal());
+    if (options.regime == "wild") {
+        for (float& gate : a)
+            if (random() % 8 == 0) gate = random() % 2 ? 3e38f : std::numeric_limits<float>::infinity();
+    }
+    if (options.bf16_gates) {
+        for (float& gate : a) {
+            narrow_a.push_back(__float2bfloat16_rn(gate));
+            gate = __bfloat162float(narrow_a.back());
+        }
+    }
     for (int i = 0; i < starts.back() * options.heads; ++i)
         b.push_back(options.regime == "alike" ? 4.0f : normal());
     for (int head = 0; head < options.heads; ++head)
@@ -199,7 +222,8 @@ void Case::lay_out_pool() {
     pool.base = memory.data();
 }
 
-//! A state and kHistory + kPending live ring rows, which wrap around the ring's end.
+//! A state and kHistory + kPending live ring rows, which wrap around the ring's
+//! end.
 void Case::fill_slot(int sequence) {
     const int H = options.heads, G = options.groups, V = options.headdim, K = options.dstate;
     char* at = slot(sequence);
@@ -224,7 +248,8 @@ void Case::fill_slot(int sequence) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------- the kernels
+// -----------------------------------------------------------------------------------------------------
+// the kernels
 
 template <class Body>
 void run_grid(int threads, int blocks, const Case& c, Body body) {
@@ -263,7 +288,9 @@ GatedDeltaScanParams scan_params(const Case& c) {
     p.in.k = tensor(c.k, REPLAYSSM_BFLOAT16, {0, c.keys, o.dstate, 1});
     p.in.v = tensor(c.v, REPLAYSSM_BFLOAT16, {0, c.channels, o.headdim, 1});
     p.in.o = tensor(c.o, REPLAYSSM_BFLOAT16, {0, c.channels, o.headdim, 1});
-    p.in.a = tensor(c.a, REPLAYSSM_FLOAT32, {0, o.heads * c.gates(), c.gates(), 1});
+    const std::initializer_list<int64_t> gate_strides{0, o.heads * c.gates(), c.gates(), 1};
+    p.in.a = o.bf16_gates ? tensor(c.narrow_a, REPLAYSSM_BFLOAT16, gate_strides)
+                          : tensor(c.a, REPLAYSSM_FLOAT32, gate_strides);
     p.in.b = tensor(c.b, REPLAYSSM_FLOAT32, {0, o.heads, 1});
     p.in.A_log = tensor(c.A_log, REPLAYSSM_FLOAT32, {1});
     p.in.dt_bias = tensor(c.bias, REPLAYSSM_FLOAT32, {c.gates(), 1});
@@ -275,15 +302,21 @@ GatedDeltaScanParams scan_params(const Case& c) {
     return p;
 }
 
-template <int kN, bool kWarpgroup>
+template <class Traits>
 void run_chunks(const Case& c) {
     const Options& o = c.options;
     const int blocks = (o.headdim / 16 + o.warps - 1) / o.warps;
     const delta_scan::ChunkParams params{
-        scan_params(c), delta_scan::ChunkShared(kN, o.warps), REPLAYSSM_FLOAT32, blocks};
+        scan_params(c), Traits::shared(o.warps), REPLAYSSM_FLOAT32, blocks, o.warps, !o.gates_apart};
     if (params.shared.bytes > kSharedBytes) refuse("a block's shared memory does not fit");
-    run_grid(o.warps * kWarp, o.heads * blocks, c,
-        [&] { gated_delta_scan_chunk_kernel<delta_scan::ChunkTraits<kN, kWarpgroup>>(params); });
+    run_grid((o.warps + Traits::kProducers) * kWarp, o.heads * blocks, c,
+        [&] { gated_delta_scan_chunk_kernel<Traits>(params); });
+}
+
+template <bool kChannels>
+void run_padded_chunks(const Case& c) {
+    if (c.options.dstate > 64) return run_chunks<delta_scan::ChunkTraits<128, kChannels>>(c);
+    run_chunks<delta_scan::ChunkTraits<64, kChannels>>(c);
 }
 
 template <int kDstate, int kRows, bool kChannels>
@@ -307,14 +340,13 @@ void run_exact(const Case& c) {
 
 void run_kernel(const Case& c) {
     const Options& o = c.options;
-    const bool wide = o.dstate > 64;
-    if (o.kernel == "chunk-warp") return wide ? run_chunks<128, false>(c) : run_chunks<64, false>(c);
-    if (o.kernel == "chunk-warpgroup") return wide ? run_chunks<128, true>(c) : run_chunks<64, true>(c);
+    if (o.kernel == "chunk") return o.kda ? run_padded_chunks<true>(c) : run_padded_chunks<false>(c);
     if (o.kernel == "exact-4" && o.dstate != 128) refuse("no such kernel of this dstate");
     o.kda ? run_exact<true>(c) : run_exact<false>(c);
 }
 
-// ---------------------------------------------------------------------------------------------------- the recurrence
+// ----------------------------------------------------------------------------------------------------
+// the recurrence
 
 double value_of(Bf16 bits) { return static_cast<double>(__bfloat162float(bits)); }
 double sigmoid_of(double x) { return 1 / (1 + std::exp(-x)); }
@@ -387,7 +419,8 @@ std::vector<double> gates_of(const Case& c, int token, int head) {
 }
 
 struct Measures {
-    double output = 0; // largest error beyond rounding to bf16, over the rms of the head's outputs in the sequence
+    double output = 0; // largest error beyond rounding to bf16, over the rms of
+                       // the head's outputs in the sequence
     double state = 0;  // largest ||error|| / ||state|| of a head of a sequence
     int not_finite = 0, cursors = 0, touched = 0;
 };
@@ -428,11 +461,13 @@ void compare_head(const Case& c, HeadState state, int sequence, int head, Measur
     }
 }
 
-//! Bytes outside what the kernel may write that it has written, and outputs of padding that are not zero.
+//! Bytes outside what the kernel may write that it has written, and outputs of
+//! padding that are not zero.
 int count_touched(const Case& c, std::vector<char> before) {
     int touched = 0;
     for (int i = 0; i < c.sequences(); ++i) {
-        if (c.slots[i] >= 0) { // cursors and state are what the kernel writes of a slot; they come first
+        if (c.slots[i] >= 0) { // cursors and state are what the kernel writes of a
+                               // slot; they come first
             const int64_t slot = c.pool.stride_bytes * c.slots[i];
             const int64_t written = c.pool.state + 4ll * c.options.heads * c.options.headdim * c.options.dstate;
             std::copy_n(c.memory.begin() + slot, written, before.begin() + slot);
@@ -470,8 +505,9 @@ int main(int argc, char** argv) {
             compare_head(c, initial_state(c, before, i, head), i, head, measures);
     }
     const uint64_t hash = hash_bytes(14695981039346656037ull, c.o.data(), c.o.size() * sizeof(Bf16));
-    std::printf("output %.3e\nstate %.3e\nnot_finite %d\ncursors %d\ntouched %d\nhash %016llx\n", measures.output,
-        measures.state, measures.not_finite, measures.cursors, count_touched(c, before),
+    std::printf("output %.3e\nstate %.3e\nnot_finite %d\ncursors %d\ntouched "
+                "%d\nhash %016llx\n",
+        measures.output, measures.state, measures.not_finite, measures.cursors, count_touched(c, before),
         static_cast<unsigned long long>(hash_bytes(hash, c.memory.data(), c.memory.size())));
     return 0;
 }

@@ -1,5 +1,6 @@
-//! What the emulated library of the GDN and KDA step has beside the sources of plugins/: shared memory, and an end for
-//! launches of kernels that are not in it; emulated_blocks(): of the last launch's grid.
+//! What the emulated library of the GDN and KDA step has beside the sources of
+//! plugins/: shared memory, and an end for launches of kernels that are not in
+//! it; emulated_blocks(): of the last launch's grid.
 #include "gated_delta_replay/params.h"
 #include "mamba2_replay/params.h"
 

@@ -1,7 +1,9 @@
-//! In the place of common/launch.h: a launch runs every block on the CPU, one after another. Shared memory holds NaN
-//! before each, and what lies behind a block's own must not change. Every second launch runs a block's last warp first,
-//! every other pair of launches the last block first. EMULATED_MULTIPROCESSORS in the environment: of the GPU that
-//! launchers cut their grids for.
+//! In the place of common/launch.h: a launch runs every block on the CPU, one
+//! after another. Shared memory holds NaN before each, and what lies behind a
+//! block's own must not change. Every second launch runs a block's last warp
+//! first, every other pair of launches the last block first.
+//! EMULATED_MULTIPROCESSORS in the environment: of the GPU that launchers cut
+//! their grids for.
 #pragma once
 
 #include "checks.h"

@@ -1,12 +1,16 @@
-//! Runs the tensor-core Mamba-2 scan on a CPU on one made-up case and compares it with the recurrence in double
-//! precision. Prints a line `name value` for each measure; tests/cpu/test_scan_emulator.py knows the bounds.
+//! Runs the tensor-core Mamba-2 scan on a CPU on one made-up case and compares
+//! it with the recurrence in double precision. Prints a line `name value` for
+//! each measure; tests/cpu/test_scan_emulator.py knows the bounds.
 //!
-//!   scan_emulator --heads 4 --groups 2 --headdim 64 --dstate 128 --heads-per-block 2 --product warpgroup
+//!   scan_emulator --heads 4 --groups 2 --headdim 64 --dstate 128
+//!   --heads-per-block 2 --product warpgroup
 //!                 --regime usual --gate 1 --first-warp first --lengths 0,1,63
 //!
-//! Memory that the kernel must not read (rows behind the last token, tokens of padding, gaps between tokens, unused slots and ring rows,
-//! shared memory before its first write) holds NaN. Every second sequence starts from its slot: a state, and ring rows
-//! that are folded into it. Of four or more sequences the third is padding (slot -1).
+//! Memory that the kernel must not read (rows behind the last token, tokens of
+//! padding, gaps between tokens, unused slots and ring rows, shared memory
+//! before its first write) holds NaN. Every second sequence starts from its
+//! slot: a state, and ring rows that are folded into it. Of four or more
+//! sequences the third is padding (slot -1).
 #include "cuda_on_host.h"
 
 #include "mamba2_replay/scan_mma_kernel.cuh"
@@ -149,8 +153,9 @@ std::vector<Bf16> Case::activations(int features) {
     return out;
 }
 
-//! usual: models' range. still: dt near 1e-6, nothing decays. forgetful: every token erases the state. slow: chunks
-//! carry on. swinging: from still to erasing from token to token.
+//! usual: models' range. still: dt near 1e-6, nothing decays. forgetful: every
+//! token erases the state. slow: chunks carry on. swinging: from still to
+//! erasing from token to token.
 void Case::make_decays() {
     const std::map<std::string, float> biases{
         {"usual", 0.0f}, {"still", -14.0f}, {"forgetful", 30.0f}, {"slow", -4.0f}, {"swinging", 0.0f}};
@@ -181,7 +186,8 @@ void Case::lay_out_pool() {
     pool.base = memory.data();
 }
 
-//! A state and kHistory + kPending live ring rows, which wrap around the ring's end.
+//! A state and kHistory + kPending live ring rows, which wrap around the ring's
+//! end.
 void Case::fill_slot(int sequence) {
     const int H = options.heads, P = options.headdim, N = options.dstate;
     char* at = slot(sequence);
@@ -203,7 +209,8 @@ void Case::fill_slot(int sequence) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------- the kernel
+// -----------------------------------------------------------------------------------------------------
+// the kernel
 
 template <class Traits>
 void run_grid(const ScanMmaParams& params, bool last_warp_first) {
@@ -261,11 +268,13 @@ void run_kernel(const Case& c) {
     return run_grid<ScanTraits<256, false, 0>>(params, o.last_warp_first);
 }
 
-// ------------------------------------------------------------------------------------------------- the comparison
+// -------------------------------------------------------------------------------------------------
+// the comparison
 
 double value_of(Bf16 value) { return __bfloat162float(value); }
 
-//! One row of a head's state in double precision, and the same sums of absolute values: what errors are measured by.
+//! One row of a head's state in double precision, and the same sums of absolute
+//! values: what errors are measured by.
 struct StateRow {
     std::vector<double> value, magnitude;
 
@@ -300,7 +309,8 @@ StateRow initial_row(const Case& c, const std::vector<char>& memory, int sequenc
 }
 
 struct Measures {
-    double output = 0, state = 0; // largest error over magnitude; an output's beyond rounding to bf16
+    double output = 0, state = 0; // largest error over magnitude; an output's
+                                  // beyond rounding to bf16
     int not_finite = 0, cursors = 0, touched = 0;
 
     void output_error(double got, double want, double magnitude) {
@@ -341,7 +351,8 @@ void compare_row(const Case& c, StateRow row, int sequence, int head, int channe
     }
 }
 
-//! Bytes outside what the kernel may write that it has written, and outputs of padding that are not zero.
+//! Bytes outside what the kernel may write that it has written, and outputs of
+//! padding that are not zero.
 int count_touched(const Case& c, std::vector<char> before) {
     int touched = 0;
     for (int i = 0; i < c.sequences(); ++i) {
@@ -389,8 +400,9 @@ int main(int argc, char** argv) {
         }
     }
     const uint64_t hash = hash_bytes(14695981039346656037ull, c.y.data(), c.y.size() * sizeof(Bf16));
-    std::printf("output %.3e\nstate %.3e\nnot_finite %d\ncursors %d\ntouched %d\nhash %016llx\n", measures.output,
-        measures.state, measures.not_finite, measures.cursors, count_touched(c, before),
+    std::printf("output %.3e\nstate %.3e\nnot_finite %d\ncursors %d\ntouched "
+                "%d\nhash %016llx\n",
+        measures.output, measures.state, measures.not_finite, measures.cursors, count_touched(c, before),
         static_cast<unsigned long long>(hash_bytes(hash, c.memory.data(), c.memory.size())));
     return 0;
 }

@@ -1,14 +1,20 @@
-//! Runs the Mamba-2 step kernels on a CPU on one made-up case and compares them with the recurrence: outputs in double
-//! precision, checkpoints to the bit. Then materializes from the slots that the step left, checkpoints to the bit again.
-//! Prints a line `name value` for each measure; tests/cpu/test_step_emulator.py knows the bounds.
+//! Runs the Mamba-2 step kernels on a CPU on one made-up case and compares them
+//! with the recurrence: outputs in double precision, checkpoints to the bit.
+//! Then materializes from the slots that the step left, checkpoints to the bit
+//! again. Prints a line `name value` for each measure;
+//! tests/cpu/test_step_emulator.py knows the bounds.
 //!
-//!   step_emulator --heads 4 --groups 2 --headdim 64 --dstate 128 --heads-per-block 2 --tokens 4 --window 16 --generic 0
-//!                 --state fp32 --gate 1 --growing 0 --slot-gap 0 --first-warp first --histories 0,5,12,16
+//!   step_emulator --heads 4 --groups 2 --headdim 64 --dstate 128
+//!   --heads-per-block 2 --tokens 4 --window 16 --generic 0
+//!                 --state fp32 --gate 1 --growing 0 --slot-gap 0 --first-warp
+//!                 first --histories 0,5,12,16
 //!
 //! generic: the kernel for any sizes, otherwise the tuned one.
-//! Row i has histories[i] live ring rows, which wrap around the ring's end, and two pending ones, one of which stays.
-//! The second row of more than two is padding (slot -1). Memory that the kernel must not read holds NaN. slot-gap: bytes
-//! between slots, in memory of which only what is used exists. growing: A > 0.
+//! Row i has histories[i] live ring rows, which wrap around the ring's end, and
+//! two pending ones, one of which stays. The second row of more than two is
+//! padding (slot -1). Memory that the kernel must not read holds NaN. slot-gap:
+//! bytes between slots, in memory of which only what is used exists. growing: A
+//! > 0.
 #include "cuda_on_host.h"
 
 #include "mamba2_replay/materialize_kernel.cuh"
@@ -144,12 +150,13 @@ Case::Case(const Options& o) : options(o) {
     committed_cap = ring_rows - std::max(o.tokens, kPending);
     const auto end_of = [](int64_t start, int64_t bytes) { return (start + bytes + 127) / 128 * 128; };
     pool.slots = rows() + 2;
-    pool.ring_rows = pool.ring_dt_stride = ring_rows;
+    pool.ring_rows = ring_rows;
+    pool.ring_dt_stride = (ring_rows + 3) / 4 * 4;
     pool.state = end_of(0, H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
     pool.ring_x = end_of(pool.state, H * P * N * static_cast<int64_t>(state_bytes()));
     pool.ring_b = end_of(pool.ring_x, H * ring_rows * P * 2);
     pool.ring_dt = end_of(pool.ring_b, o.groups * ring_rows * N * 2);
-    const int64_t slot_bytes = end_of(pool.ring_dt, H * ring_rows * 4);
+    const int64_t slot_bytes = end_of(pool.ring_dt, H * pool.ring_dt_stride * 4);
     pool.stride_bytes = slot_bytes + o.slot_gap;
     memory.allocate(pool.slots, slot_bytes, pool.stride_bytes);
     pool.base = memory.slot(0);
@@ -217,11 +224,35 @@ void Case::fill_slot(int row) {
             reinterpret_cast<Bf16*>(at + pool.ring_b)[(i / N * ring_rows + r) * N + i % N] =
                 __float2bfloat16_rn(normal());
         for (int h = 0; h < H; ++h)
-            reinterpret_cast<float*>(at + pool.ring_dt)[h * ring_rows + r] = 0.02f + 0.3f * std::fabs(normal());
+            reinterpret_cast<float*>(at + pool.ring_dt)[h * pool.ring_dt_stride + r] =
+                0.02f + 0.3f * std::fabs(normal());
     }
 }
 
-// ----------------------------------------------------------------------------------------------------- the kernel
+// -----------------------------------------------------------------------------------------------------
+// the kernel
+
+//! Slots and cursors as a block finds them that begins before the kernels in
+//! front are done: anything, until it waits for them.
+void spoil_until_the_wait(const Case& c, std::vector<int>& slots) {
+    const size_t bytes = c.options.heads * kCursorCopies * sizeof(Cursor);
+    std::vector<std::vector<char>> cursors;
+    std::mt19937 random(blockIdx.x);
+    for (int64_t i = 0; i < c.pool.slots; ++i) {
+        char* at = c.memory.slot(i) + c.pool.cursor;
+        cursors.emplace_back(at, at + bytes);
+        for (size_t k = 0; k < bytes; ++k)
+            at[k] = static_cast<char>(random() % 3 == 0 ? random() : random() % 4);
+    }
+    const int wrong[] = {-1, 0, 1 << 30, static_cast<int>(c.pool.slots) - 1, slots[0], -(1 << 30)};
+    for (int& slot : slots)
+        slot = wrong[random() % 6];
+    end_previous_kernels = [&c, &slots, bytes, cursors] {
+        slots = c.slots;
+        for (int64_t i = 0; i < c.pool.slots; ++i)
+            std::memcpy(c.memory.slot(i) + c.pool.cursor, cursors[i].data(), bytes);
+    };
+}
 
 template <class state_t, int kDstate, bool kOneToken>
 void run_grid(const Case& c, Mamba2StepParams p) {
@@ -237,8 +268,12 @@ void run_grid(const Case& c, Mamba2StepParams p) {
     p.segments[0].blocks_per_row = Divisor(p.segments[0].blocks_per_row.value * Traits::kSplit);
     blockDim.x = Traits::kThreadsPerRow * o.headdim;
     gridDim.x = p.segments[0].blocks;
+    p.ahead = {static_cast<int>(gridDim.x) - 1, 3, 1};
+    std::vector<int> slots = c.slots;
+    p.slots = {slots.data(), 32, 0};
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
         std::memset(smem, kPoison, sizeof(smem));
+        if (blockIdx.x % 2 == 0) spoil_until_the_wait(c, slots);
         emulator::run_block(
             blockDim.x, o.last_warp_first, [&] { mamba2_step_kernel<Bf16, state_t, kDstate, kOneToken>(p); });
     }
@@ -279,7 +314,6 @@ void run_kernel(const Case& c) {
     p.in.dt_bias = tensor(c.bias, REPLAYSSM_FLOAT32, 0, 0, 1);
     p.in.D = tensor(c.D, REPLAYSSM_FLOAT32, 0, 1, o.headdim);
     p.in.dt_max = INFINITY;
-    p.slots = {c.slots.data(), 32, 0};
     p.accepted = {c.accepted.data(), 32, 0};
     p.rows = c.rows();
     p.tokens = T;
@@ -292,8 +326,9 @@ void run_kernel(const Case& c) {
     return o.packed ? run_state<Bf16>(c, p) : run_state<float>(c, p);
 }
 
-//! Pairs of materialize: the step's rows by turns into a slot that no row has and into their own, with all rows of the
-//! ring or fewer; one that must be skipped.
+//! Pairs of materialize: the step's rows by turns into a slot that no row has
+//! and into their own, with all rows of the ring or fewer; one that must be
+//! skipped.
 struct Pairs {
     std::vector<int> src, count, dst;
     explicit Pairs(const Case& c) {
@@ -329,7 +364,8 @@ void run_materialize(const Case& c, const Pairs& pairs) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------- the comparison
+// -------------------------------------------------------------------------------------------------
+// the comparison
 
 double value_of(Bf16 value) { return __bfloat162float(value); }
 float state_at(const Case& c, const char* slot, int64_t i) {
@@ -338,17 +374,19 @@ float state_at(const Case& c, const char* slot, int64_t i) {
 }
 
 struct Measures {
-    double output = 0; // largest error beyond rounding to bf16, over the sum of absolute values
+    double output = 0; // largest error beyond rounding to bf16, over the sum of
+                       // absolute values
     int not_finite = 0, states = 0, cursors = 0, rings = 0, touched = 0, materialized = 0;
 };
 
-//! Element n of channel `channel` of a head after the fold of `count` ring rows behind origin, as it is stored.
+//! Element n of channel `channel` of a head after the fold of `count` ring rows
+//! behind origin, as it is stored.
 float folded(const Case& c, const char* slot, int head, int channel, int n, int origin, int count) {
     const Options& o = c.options;
     const int N = o.dstate, P = o.headdim, R = c.ring_rows, group = head / (o.heads / o.groups);
     const auto* ring_x = reinterpret_cast<const Bf16*>(slot + c.pool.ring_x) + head * R * P + channel;
     const auto* ring_b = reinterpret_cast<const Bf16*>(slot + c.pool.ring_b) + group * R * N;
-    const auto* ring_dt = reinterpret_cast<const float*>(slot + c.pool.ring_dt) + head * R;
+    const auto* ring_dt = reinterpret_cast<const float*>(slot + c.pool.ring_dt) + head * c.pool.ring_dt_stride;
     float S = state_at(c, slot, (static_cast<int64_t>(head) * P + channel) * N + n);
     for (int j = 0; j < count; ++j) {
         const int r = (origin + j) % R;
@@ -358,7 +396,8 @@ float folded(const Case& c, const char* slot, int head, int channel, int n, int 
     return o.packed ? __bfloat162float(__float2bfloat16_rn(S)) : S;
 }
 
-//! One channel of one head: the checkpoint by the fold's own operations, outputs in double precision.
+//! One channel of one head: the checkpoint by the fold's own operations,
+//! outputs in double precision.
 void compare_channel(
     const Case& c, const char* before, const char* after, int row, int head, int channel, Measures& out) {
     const Options& o = c.options;
@@ -366,7 +405,7 @@ void compare_channel(
     const Cursor cursor = reinterpret_cast<const Cursor*>(before + c.pool.cursor)[head * kCursorCopies];
     const auto* ring_x = reinterpret_cast<const Bf16*>(before + c.pool.ring_x) + head * R * P + channel;
     const auto* ring_b = reinterpret_cast<const Bf16*>(before + c.pool.ring_b) + group * R * N;
-    const auto* ring_dt = reinterpret_cast<const float*>(before + c.pool.ring_dt) + head * R;
+    const auto* ring_dt = reinterpret_cast<const float*>(before + c.pool.ring_dt) + head * c.pool.ring_dt_stride;
     std::vector<float> stored(N);
     for (int n = 0; n < N; ++n) {
         stored[n] = folded(c, before, head, channel, n, cursor.origin, c.flush(row) ? c.committed(row) : 0);
@@ -404,7 +443,7 @@ void compare_channel(
         const int r = (cursor.origin + c.committed(row) + t) % R;
         const auto* appended = reinterpret_cast<const Bf16*>(after + c.pool.ring_x) + (head * R + r) * P + channel;
         out.rings += !(value_of(*appended) == x);
-        const float kept = reinterpret_cast<const float*>(after + c.pool.ring_dt)[head * R + r];
+        const float kept = reinterpret_cast<const float*>(after + c.pool.ring_dt)[head * c.pool.ring_dt_stride + r];
         out.rings += !(std::fabs(kept - dt) <= 1e-5 * dt);
         for (int n = 0; n < N; ++n)
             out.rings += !(value_of(reinterpret_cast<const Bf16*>(after + c.pool.ring_b)[(group * R + r) * N + n]) ==
@@ -423,25 +462,27 @@ void compare_cursors(const Case& c, const char* before, const char* after, int r
     }
 }
 
-//! Bytes of the ring rows that were live before the step and have changed: other blocks may still have to read them.
+//! Bytes of the ring rows that were live before the step and have changed:
+//! other blocks may still have to read them.
 int count_overwritten(const Case& c, const char* before, const char* after, int row) {
     const Options& o = c.options;
     const Cursor cursor = *reinterpret_cast<const Cursor*>(before + c.pool.cursor);
     int overwritten = 0;
-    const auto compare = [&](int64_t region, int blocks, int width) {
+    const auto compare = [&](int64_t region, int blocks, int rows, int width) {
         for (int i = 0; i < blocks * c.committed(row); ++i) {
             const int r = (cursor.origin + i % c.committed(row)) % c.ring_rows;
-            const int64_t at = region + static_cast<int64_t>(i / c.committed(row) * c.ring_rows + r) * width;
+            const int64_t at = region + static_cast<int64_t>(i / c.committed(row) * rows + r) * width;
             overwritten += std::memcmp(before + at, after + at, width) != 0;
         }
     };
-    compare(c.pool.ring_x, o.heads, o.headdim * 2);
-    compare(c.pool.ring_b, o.groups, o.dstate * 2);
-    compare(c.pool.ring_dt, o.heads, 4);
+    compare(c.pool.ring_x, o.heads, c.ring_rows, o.headdim * 2);
+    compare(c.pool.ring_b, o.groups, c.ring_rows, o.dstate * 2);
+    compare(c.pool.ring_dt, o.heads, c.pool.ring_dt_stride, 4);
     return overwritten;
 }
 
-//! Bytes of slots that no row names, of gaps, and live ring rows, that changed; outputs of padding that are not zero.
+//! Bytes of slots that no row names, of gaps, and live ring rows, that changed;
+//! outputs of padding that are not zero.
 int count_touched(const Case& c, const std::vector<char>& before) {
     std::vector<bool> named(c.pool.slots, false);
     int touched = 0;
@@ -462,7 +503,8 @@ int count_touched(const Case& c, const std::vector<char>& before) {
     return touched;
 }
 
-//! Checkpoints and cursors of materialize that are not as they should be, and bytes of other slots that changed.
+//! Checkpoints and cursors of materialize that are not as they should be, and
+//! bytes of other slots that changed.
 int count_materialized(const Case& c, const Pairs& pairs, const std::vector<char>& before) {
     const Options& o = c.options;
     std::vector<bool> written(c.pool.slots, false);
@@ -512,7 +554,8 @@ int main(int argc, char** argv) {
     if (c.options.packed) run_materialize<Bf16>(c, pairs);
     if (!c.options.packed) run_materialize<float>(c, pairs);
     measures.materialized = count_materialized(c, pairs, stepped);
-    std::printf("output %.3e\nnot_finite %d\nstates %d\ncursors %d\nrings %d\ntouched %d\nmaterialized %d\n",
+    std::printf("output %.3e\nnot_finite %d\nstates %d\ncursors %d\nrings "
+                "%d\ntouched %d\nmaterialized %d\n",
         measures.output, measures.not_finite, measures.states, measures.cursors, measures.rings, measures.touched,
         measures.materialized);
     return 0;

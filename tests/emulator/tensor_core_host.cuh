@@ -1,6 +1,8 @@
-//! In the place of those functions of common/tensor_core.cuh that are PTX; the others are the kernel's own.
-//! What the instructions do is written from the PTX manual: fragments (lane = 4 g + q), descriptors and swizzles.
-//! Products are summed exactly and truncated to fp32 once an instruction, as tensor cores do to about this precision.
+//! In the place of those functions of common/tensor_core.cuh that are PTX; the
+//! others are the kernel's own. What the instructions do is written from the
+//! PTX manual: fragments (lane = 4 g + q), descriptors and swizzles. Products
+//! are summed exactly and truncated to fp32 once an instruction, as tensor
+//! cores do to about this precision.
 #pragma once
 
 #include "async_copy.cuh"
@@ -16,6 +18,7 @@ const T* advance(const T* start, int count, int stride_bytes) {
 }
 
 inline float exp2_fast(float value) { return exp2f(value); }
+inline float reciprocal_fast(float value) { return 1.0f / value; }
 
 //! Half 0 (low) or 1 (high) of two bf16.
 inline float bf16_of(uint32_t pair, int half) { return __uint_as_float(half ? pair & 0xffff0000u : pair << 16); }
@@ -26,7 +29,8 @@ inline float truncated(double value) {
     return beyond ? std::nextafter(nearest, 0.0f) : nearest;
 }
 
-// ------------------------------------------------------------------------------------------------ 8 x 8 matrices
+// ------------------------------------------------------------------------------------------------
+// 8 x 8 matrices
 
 struct MatrixAccess {
     uint32_t* registers;
@@ -41,7 +45,8 @@ inline void touch(uint32_t address) {
         (void)row[i];
 }
 
-//! The eight rows of a matrix must lie in different banks: the kernel's comments promise that no access has a conflict.
+//! The eight rows of a matrix must lie in different banks: the kernel's
+//! comments promise that no access has a conflict.
 inline void check_banks(MatrixAccess** rows) {
     unsigned used = 0;
     for (int row = 0; row < 8; ++row)
@@ -99,7 +104,8 @@ inline void stmatrix_trans(uint32_t address, const uint32_t (&in)[4]) {
     emulator::meet_warp("stmatrix.trans", &access, store_matrices_transposed);
 }
 
-// ----------------------------------------------------------------------------------------------- products of a warp
+// -----------------------------------------------------------------------------------------------
+// products of a warp
 
 //! A lane's part of the first operand into rows first .. first + 15.
 inline void place_first_operand(const uint32_t* a, int lane, int first, float (*out)[16]) {
@@ -154,10 +160,13 @@ inline void mma_from_zero(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
     mma(d, a, b0, b1);
 }
 
-// ------------------------------------------------------------------------------------------ products of a warpgroup
+// ------------------------------------------------------------------------------------------
+// products of a warpgroup
 
-//! Element (k, n) of an operand in shared memory; transposed: rows of k. Rows of 128 bytes with 128-byte swizzle are
-//! the only kind that the kernel uses. More than 64 columns would lie the leading offset apart; no operand has them.
+//! Element (k, n) of an operand in shared memory; transposed: rows of k. Rows
+//! of 128 bytes with 128-byte swizzle are the only kind that the kernel uses.
+//! More than 64 columns would lie the leading offset apart; no operand has
+//! them.
 inline float shared_element(uint64_t descriptor, bool transposed, int k, int n) {
     constexpr uint32_t kRowBytes = 128, kSwizzle128 = 1;
     const auto field = [&](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3fff) << 4; };
@@ -226,12 +235,18 @@ void warpgroup_wait() {}
 inline void hold(float (&)[8][4]) {}
 inline void publish_to_products() {}
 
-// --------------------------------------------------------------------------------------------- copies and barriers
+// ---------------------------------------------------------------------------------------------
+// copies and barriers
 
 inline void copy16(uint32_t target, const void* source, bool exists) {
     if (exists && reinterpret_cast<uintptr_t>(source) % 16 != 0) emulator::fail("source of a copy is not aligned");
     own_copies().open.push_back({target, source, exists});
 }
+
+template <int kCount>
+void take_registers() {}
+template <int kCount>
+void give_registers() {}
 
 inline void copy_commit() {
     own_copies().groups.push_back(std::move(own_copies().open));
@@ -273,6 +288,7 @@ public:
         __syncwarp();
         if (threadIdx.x % kWarp == 0) count(barrier);
     }
+    static void arrive_alone(uint32_t barrier) { count(barrier); }
     static void arrive_after_copies(uint32_t barrier) {
         complete(own_copies().open);
         own_copies().open.clear();

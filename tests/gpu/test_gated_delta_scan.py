@@ -7,9 +7,10 @@ Expected error: o is one rounding to act_dtype (relative 0.21 eps) with fp32 in 
 stays within 2 eps(fp32) of float64, as operands keep 24 bits (16 bits: 3e-6, bf16: 1e-3); token by token a state that
 does not decay collects a rounding per token.
 
-Cases: lengths around the chunk of 64, the span and the batch of 16; empty sequences; padding; initial states with a
-live ring that wraps; g = -5 at every token, g near 0, gates that change from token to token, keys that are all alike;
-head and state sizes of all kernels; every dtype; strided views; bitwise invariants, and those of a step's fold.
+Cases: lengths around the chunk of 16 and around four of them, which have room for their outputs; empty sequences;
+padding; initial states with a live ring that wraps; g = -5 at every token, g near 0, gates that change from token to
+token or are infinite, keys that are all alike; head and state sizes of all kernels; every dtype; strided views; bitwise
+invariants, and those of a step's fold.
 """
 
 from __future__ import annotations
@@ -148,8 +149,7 @@ class Prompts:
     def in_chunks(self, **options: Any) -> bool:
         """Whether the library's default has a tensor-core kernel for this."""
         s = self.spec
-        fast = s.kind == "gated_delta" and s.act_dtype == "bfloat16" and s.dstate <= 128 and s.qk_l2norm
-        return fast and not options.get("exact")
+        return s.act_dtype == "bfloat16" and s.dstate <= 128 and s.qk_l2norm and not options.get("exact")
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -206,9 +206,25 @@ def test_gates_that_change_from_token_to_token(kind, exact):
     prompts.check(exact=exact)
 
 
-def test_keys_that_are_all_alike():
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", DELTA)
+def test_gates_that_are_infinite(kind, dtype, exact):
+    """One gate in eight erases at once, by a log-decay of -inf or beyond; no exponent of a difference may see them."""
+    prompts = Prompts(delta_spec(kind, 4, 2, 128, 128))
+    a = prompts.tokens["a"]
+    torch.manual_seed(3)
+    a[torch.rand(a.shape, device=DEVICE) < 0.125] = 3e38
+    a[torch.rand(a.shape, device=DEVICE) < 0.05] = float("inf")
+    prompts.tokens["a"] = a.to(dtype)
+    prompts.tokens["a"][prompts.ends[3] : prompts.ends[4]] = FILL
+    prompts.check(exact=exact)
+
+
+@pytest.mark.parametrize("kind", DELTA)
+def test_keys_that_are_all_alike(kind):
     """The systems' matrices have entries near 1: beta near 1, no decay, keys that differ by 5 %."""
-    prompts = Prompts(delta_spec("gated_delta", 4, 2, 128, 128), regime="weak")
+    prompts = Prompts(delta_spec(kind, 4, 2, 128, 128), regime="weak")
     k = prompts.tokens["k"]
     k.copy_(torch.randn_like(k[:1]) + 0.05 * torch.randn_like(k))
     prompts.tokens["b"].fill_(4.0)
@@ -341,12 +357,13 @@ def test_prefill_and_steps_leave_the_bits_of_a_longer_prefill(kind, headdim, dst
     assert_same_bits(shorter.pool["state"][slot], longer.pool["state"][slot])
 
 
-def test_state_error_does_not_grow_with_length():
+@pytest.mark.parametrize("kind", DELTA)
+def test_state_error_does_not_grow_with_length(kind):
     """4,096 tokens with long memory: the checkpoint is as close to float64 as after 256, and as token by token."""
     errors = {}
     for length in (256, 4096):
         for exact in (False, True):
-            spec = delta_spec("gated_delta", 4, 2, 64, 128)
+            spec = delta_spec(kind, 4, 2, 64, 128)
             prompts = Prompts(spec, (length,), pad=None, resume=False, regime="trained")
             prompts.run(exact=exact)
             errors[exact, length] = relative_error(prompts.pool["state"][int(prompts.slots[0])], prompts.oracle()[1][0])
@@ -356,9 +373,10 @@ def test_state_error_does_not_grow_with_length():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_teeth(exact):
+@pytest.mark.parametrize("kind", DELTA)
+def test_teeth(kind, exact):
     """The comparison fails once one token's input, the state, or a live ring row is another."""
-    spec = delta_spec("gated_delta", 4, 2, 64, 128, stagger=False)
+    spec = delta_spec(kind, 4, 2, 64, 128, stagger=False)
     for name in ("q", "k", "v", "a", "b"):
         prompts = Prompts(spec)
         good = {n: v.clone() for n, v in prompts.tokens.items()}
