@@ -112,6 +112,8 @@ class StepBench:
         for name in ("state", "ring_k", "ring_v", "ring_d"):
             for part in self.pool[name].split(64):
                 part.normal_()
+        if "state_scale" in layout:
+            self.pool["state_scale"].fill_(1.0)
         self.pool["ring_k_rnorm"].fill_(self.spec.dstate**-0.5)
         self.pool["ring_g"].uniform_(-0.1, -0.001)
         self.pool["ring_beta"].uniform_(0.1, 0.9)
@@ -204,7 +206,7 @@ class ScanBench:
         errors = []
         for got, want, bound in (
             (o.unflatten(0, lead), want_o, O_BOUND),
-            (self.pool["state"], want_state, state_bound),
+            (self.pool.checkpoint(), want_state, state_bound),
         ):
             errors.append(float((got.double() - want).norm() / want.norm()))
             if not errors[-1] <= bound:

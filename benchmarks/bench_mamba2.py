@@ -79,6 +79,8 @@ class Bench:
         for name in ("state", "ring_x", "ring_b"):
             for part in self.pool[name].split(64):
                 part.normal_()
+        if "state_scale" in layout:
+            self.pool["state_scale"].fill_(1.0)
         self.pool["ring_dt"].uniform_(0.001, 0.1)
         self.slots = torch.randperm(slots, device="cuda").int()
         self.A = -torch.empty(nheads, device="cuda").uniform_(1, 16)

@@ -154,7 +154,24 @@ def state_after(pool: StatePool, slot: int, inputs: Inputs, count: int = -1, spa
     extra = {"A": inputs.params["A"]} if inputs.spec.kind == "mamba2" else {}
     spare %= pool.slots
     reference.materialize(pool, torch.tensor([slot]), torch.tensor([count]), torch.tensor([spare]), **extra)
-    return pool["state"][spare].clone()
+    return pool.checkpoint(torch.tensor([spare]))[0]
+
+
+def raw_state(pool: StatePool, slots: torch.Tensor) -> torch.Tensor:
+    """What the slots hold of their checkpoints, to the bit: [n, ...] elements, then the scales where there are any."""
+    chosen = slots.long()
+    parts = [pool["state"][chosen].flatten(1)]
+    if "state_scale" in pool:
+        parts.append(pool["state_scale"][chosen].flatten(1))
+    return torch.cat(parts, dim=1)
+
+
+def set_state(pool: StatePool, slots: torch.Tensor, value: torch.Tensor | float) -> None:
+    """Make ``value`` [n, H, P, N] (or a number) the checkpoints of ``slots``."""
+    chosen = slots.long()
+    pool["state"][chosen] = value
+    if "state_scale" in pool:
+        pool["state_scale"][chosen] = 1.0
 
 
 class Decoder:

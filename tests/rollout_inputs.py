@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from replay_cases import raw_state
 
 from trtllm_replayssm import RecurrenceSpec, SlotLayout
 from trtllm_replayssm.pool import StatePool, torch_dtype
@@ -135,7 +136,7 @@ class Rollout:
             token = [self.inputs[name][:, t : t + 1] for name in ("q", "k", "v", "a", "b")]
             outputs = [self.impl.gated_delta_step(pool, self.slots, *token, **weights) for pool in self.pools]
             flushed = replay["cursor"][:, 0, 0, 1] == 0
-            equal = torch.eq(*(pool["state"].view(torch.int32) for pool in (conventional, replay))).flatten(1).all(1)
+            equal = torch.eq(*(raw_state(pool, self.slots).view(torch.int32) for pool in (conventional, replay))).all(1)
             self.flushes += flushed
             self.unequal += flushed & ~equal
             gap = (outputs[0].float() - outputs[1].float()).abs().max()

@@ -1,17 +1,29 @@
-"""Builds the GDN and KDA step, its own CUDA source and C interface, as a library that runs on the CPU."""
+"""Builds the GDN and KDA kernels, their own CUDA source and C interface, as a library that runs on the CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+import torch
 from emulator_build import EMULATOR, FLAGS, PLUGINS, cuda_include, replace_once, without_ptx
+
+from trtllm_replayssm.kernels import gated_delta, library, mamba2, state, tensors
 
 KERNELS = ("launch", "materialize", "step_bf16_fp32", "step_bf16_bf16")
 GENERIC = ("step_generic_bf16", "step_generic_fp16", "step_generic_fp32")
-SHARED_MEMORY = "extern __shared__ __align__(128) char smem[];"
+SCANS = ("scan_launch", "scan_bf16", "scan_fp16", "scan_fp32", "scan_chunk", "scan_chunk_gdn", "scan_chunk_kda")
+SHARED_MEMORY = {
+    "step_kernel.cuh": 128,
+    "materialize.cu": 128,
+    "scan_kernel.cuh": 128,
+    "scan_chunk_kernel.cuh": 1024,
+}
 
 
 class StepLibrary:
@@ -29,13 +41,15 @@ class StepLibrary:
         for host in ("async_copy_host.cuh", "tensor_core_host.cuh"):
             shutil.copy(EMULATOR / host, self.sources / "common")
         shutil.copy(EMULATOR / "delta_step_library.cpp", self.sources)
-        for kernel in ("step_kernel.cuh", "materialize.cu"):
+        for kernel, alignment in SHARED_MEMORY.items():
             path = self.sources / "gated_delta_replay" / kernel
-            path.write_text(replace_once(path.read_text(), SHARED_MEMORY, ""))
+            path.write_text(
+                replace_once(path.read_text(), f"extern __shared__ __align__({alignment}) char smem[];", "")
+            )
 
     def build(self) -> Path:
         """The library with everything in it."""
-        names = [f"gated_delta_replay/{name}.cu" for name in (*KERNELS, *GENERIC)]
+        names = [f"gated_delta_replay/{name}.cu" for name in (*KERNELS, *GENERIC, *SCANS)]
         names += ["common/reset.cu", "c_api/layout.cpp", "c_api/gated_delta.cpp", "c_api/mamba2.cpp"]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(self.compile, [*names, "delta_step_library.cpp"]))
@@ -71,3 +85,27 @@ class StepLibrary:
         done = subprocess.run(["c++", "-shared", "-o", str(out), *objects], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr[-4000:]
         return out
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> StepLibrary:
+    """The library, built for a module's tests."""
+    out = StepLibrary(tmp_path_factory.mktemp("step"))
+    out.build()
+    return out
+
+
+@pytest.fixture
+def emulated(built: StepLibrary, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """CPU pools go to the emulated library; call it with a path for another one."""
+
+    def use(path: Path) -> None:
+        bound = library.bind(path)
+        monkeypatch.setattr(library, "load", lambda: bound)
+
+    for module in (mamba2, gated_delta, state):
+        monkeypatch.setattr(module, "on_gpu", lambda pool: True)
+    monkeypatch.setattr(tensors, "stream_of", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    use(built.folder / "step.so")
+    return use

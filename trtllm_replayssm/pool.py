@@ -74,8 +74,9 @@ class StatePool:
         if isinstance(layout, SlotLayout):
             limits = [layout.spec.first_limit(i) for i in range(slots)]
             pool["cursor"][..., 3] = torch.tensor(limits, dtype=torch.int16, device=device)[:, None, None]
-            if "read_scale" in layout:
-                pool["read_scale"].fill_(1.0)
+            for name in ("state_scale", "read_scale"):
+                if name in layout:
+                    pool[name].fill_(1.0)
         return pool
 
     @property
@@ -91,6 +92,15 @@ class StatePool:
 
     def __contains__(self, name: object) -> bool:
         return name in self._views
+
+    def checkpoint(self, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """The checkpoints of ``slots`` (int [n]; default all), [n, H, P, N] of the state dtype, a copy: what region
+        ``state`` holds times ``state_scale``, where the layout has one."""
+        chosen = slice(None) if slots is None else slots.long()
+        state = self["state"][chosen]
+        if "state_scale" not in self:
+            return state.clone()
+        return state * self["state_scale"][chosen][..., 0][..., None, None]
 
     def _view(self, name: str) -> torch.Tensor:
         region = self.layout[name]

@@ -188,6 +188,11 @@ class RecurrenceSpec:
         return "float64" if self.act_dtype == "float64" else "float32"
 
     @property
+    def has_state_scale(self) -> bool:
+        """Whether slots keep a scale beside the state (layout.py): fp32 states with one decay a head."""
+        return self.state_dtype == "float32" and self.kind != "kimi_delta"
+
+    @property
     def conv_channels(self) -> int:
         """Channels of the short convolution in front of the recurrence: x|B|C or q|k|v."""
         return self.nheads * self.headdim + 2 * self.ngroups * self.dstate

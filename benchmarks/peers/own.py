@@ -52,6 +52,8 @@ class OwnStepper(Stepper):
 
     def clear(self) -> None:
         self.pool.memory.zero_()
+        if "state_scale" in self.pool:
+            self.pool["state_scale"].fill_(1.0)
         self.accepted.zero_()
         self.set_history(torch.zeros_like(self.accepted))
 
@@ -122,7 +124,7 @@ class OwnReplay(Contender):
                 pool, slots, x, dt, layer.A, B, C, cu_seqlens=bounds, D=layer.D, dt_bias=layer.dt_bias, out=y
             )
 
-        return Scan(run, lambda: (prompts.y, pool["state"]))
+        return Scan(run, lambda: (prompts.y, pool.checkpoint()))
 
 
 class OwnConventional(OwnReplay):

@@ -167,6 +167,7 @@ int32_t replayssm_reset(const replayssm_reset_params* params, void* stream) {
         work.cursor = layout.regions[kCursor].offset;
         work.state = layout.regions[kState].offset;
         work.state_bytes = layout.regions[kState].nbytes;
+        work.state_scale = layout.regions[kStateScale].offset;
         work.copy = layout.regions[kReadCopy].offset;
         work.copy_bytes = layout.regions[kReadCopy].nbytes;
         work.scale = layout.regions[kReadScale].offset;

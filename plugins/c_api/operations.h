@@ -80,6 +80,7 @@ template <typename Slots>
 Slots common_slots(const replayssm_pool& pool, const replayssm_layout& layout) {
     auto slots = pool_slots<Slots>(pool, layout);
     slots.state = layout.regions[kState].offset;
+    slots.state_scale = layout.regions[kStateScale].offset;
     slots.ring_rows = static_cast<int>(layout.ring_rows);
     return slots;
 }

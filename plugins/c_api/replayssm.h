@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or a meaning changes. The Python binding refuses a library with another number. */
-#define REPLAYSSM_ABI_VERSION 2
+#define REPLAYSSM_ABI_VERSION 3
 
 typedef enum replayssm_status {
     REPLAYSSM_OK = 0,
@@ -90,7 +90,7 @@ typedef struct replayssm_conv_spec {
     int32_t silu; /* 1 silu, 0 no activation */
 } replayssm_conv_spec;
 
-#define REPLAYSSM_LAYOUT_REGIONS 14
+#define REPLAYSSM_LAYOUT_REGIONS 15
 
 /* One region of a slot; offset -1 where the layout has no such region. Strides in elements, leading axes first. */
 typedef struct replayssm_region {

@@ -1,4 +1,4 @@
-//! Reset of recurrent slots of any kind: zero state (and read copy, with scales of 1), empty ring, first window by
+//! Reset of recurrent slots of any kind: zero state with a scale of 1 (and read copy, with scales of 1), empty ring, first window by
 //! stagger.
 #pragma once
 
@@ -14,6 +14,7 @@ struct ResetParams {
     int64_t cursor = 0; // byte offsets in the slot
     int64_t state = 0;
     int64_t state_bytes = 0; // a multiple of 16
+    int64_t state_scale = -1; // fp32 [H, 4 copies]; -1: none
     int64_t copy = -1;       // -1: no read copy
     int64_t copy_bytes = 0;
     int64_t scale = -1; // -1: no scales

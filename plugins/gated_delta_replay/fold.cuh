@@ -2,15 +2,23 @@
 //!
 //!   S[p] <- exp(g) S[p];   d[p] = beta (v[p] - S[p] . kn);   S[p] <- S[p] + d[p] kn         p: row of the state, [K]
 //!
-//! The order of a fold is fixed: rows oldest first; per element one rounded product with the decay; the dot product by
-//! fused multiply-adds over a lane's elements in ascending order, then the sums of eight lanes 4, 2 and 1 apart; one
-//! rounded difference, one rounded product; one fused multiply-add per element. All kernels call DeltaTile::fold, with
-//! intrinsics that the compiler may not contract or reassociate, so a checkpoint has the same bits whatever the window,
-//! the number of tokens, the grid or the kernel (docs/contracts.md). Norms and gates are fixed likewise.
+//! KDA, whose channels decay on their own, does just that. GDN has S = scale S' (common/state_scale.cuh), and a row
+//! moves the scale in place of the elements:
+//!
+//!   scale <- exp(g) scale;   w[p] = (beta / scale) (v[p] - scale (S'[p] . kn));   S'[p] <- S'[p] + w[p] kn
+//!
+//! The order of a fold is fixed: rows oldest first; KDA: per element one rounded product with the decay, GDN: one with
+//! the scale where it is renewed; the dot product by fused multiply-adds over a lane's elements in ascending order, then
+//! the sums of eight lanes 4, 2 and 1 apart; GDN: a rounded product of it with the scale; one rounded difference, one
+//! rounded product, with beta or the rounded beta / scale; one fused multiply-add per element. A fold of a 16-bit GDN
+//! state ends with a rounded product of every element with the scale. All kernels call DeltaTile::fold, with intrinsics
+//! that the compiler may not contract or reassociate, so a checkpoint has the same bits whatever the window, the number
+//! of tokens, the grid or the kernel (docs/contracts.md). Norms and gates are fixed likewise.
 #pragma once
 
 #include "../common/cursor.cuh"
 #include "params.h"
+#include "row_weights.cuh"
 
 #include <type_traits>
 
@@ -150,8 +158,7 @@ __device__ __forceinline__ act_t stored_d(float d) {
 
 //! What a fold needs of one ring row besides v.
 struct DeltaRow {
-    float beta;
-    float decay;         // GDN: exp(g)
+    RowWeights weights;
     const float* decays; // KDA: exp(g) of every channel, in shared memory
     const float* kn;     // in shared memory
 };
@@ -284,11 +291,22 @@ struct DeltaTile {
     //! Row whose v a lane needs in fold().
     static __device__ __forceinline__ int fold_row(int lane) { return first_kept<1>(lane); }
 
-    //! Fold one ring row; v of row fold_row(lane). kChannels: a decay for every channel.
+    __device__ __forceinline__ void multiply(float by) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i)
+#pragma unroll
+                for (int v = 0; v < kVec; ++v)
+                    S[r][i][v] = __fmul_rn(by, S[r][i][v]);
+    }
+
+    //! Fold one ring row; v of row fold_row(lane). kChannels: a decay for every channel; otherwise the tile is S'.
     template <bool kChannels>
     __device__ __forceinline__ void fold(const DeltaRow& row, float v_own, int lane, int dstate) {
         static_assert(kept<1>() == 1, "a lane has one row's d");
         float k[kChunks][kVec], parts[kParts][kRows], part[kRows];
+        if (!kChannels && row.weights.renew != 1.0f) multiply(row.weights.renew);
 #pragma unroll
         for (int h = 0; h < kParts; ++h)
 #pragma unroll
@@ -296,14 +314,14 @@ struct DeltaTile {
                 parts[h][r] = 0.0f;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
-            float decay[kVec] = {row.decay, row.decay, row.decay, row.decay};
+            float decay[kVec];
             load_vector(row.kn, i, lane, dstate, k[i]);
             if (kChannels) load_vector(row.decays, i, lane, dstate, decay);
 #pragma unroll
             for (int v = 0; v < kVec; ++v)
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
-                    S[r][i][v] = __fmul_rn(decay[v], S[r][i][v]);
+                    if (kChannels) S[r][i][v] = __fmul_rn(decay[v], S[r][i][v]);
                     parts[i % kParts][r] = __fmaf_rn(S[r][i][v], k[i][v], parts[i % kParts][r]);
                 }
         }
@@ -311,7 +329,8 @@ struct DeltaTile {
         for (int r = 0; r < kRows; ++r)
             part[r] = kParts == 1 ? parts[0][r] : __fadd_rn(parts[0][r], parts[kParts - 1][r]);
         reduce<1>(part, lane);
-        const float d_own = __fmul_rn(row.beta, __fsub_rn(v_own, part[0]));
+        const float held = kChannels ? part[0] : __fmul_rn(row.weights.scale, part[0]);
+        const float d_own = __fmul_rn(row.weights.weight, __fsub_rn(v_own, held));
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const float d = kRows == 1 ? d_own : __shfl_sync(kFullMask, d_own, r * sharers<1>(), kLanes);

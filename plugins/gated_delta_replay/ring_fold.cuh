@@ -31,10 +31,12 @@ struct DeltaBatchShared {
     }
 };
 
-//! By the block: fold logical rows 0..count-1 of the ring into tile. Every thread of the block calls it.
+//! By the block: fold logical rows 0..count-1 of the ring into tile, which is to be multiplied by `scale`, in front of
+//! the rows and behind them. Every thread of the block calls it.
 template <class Tile, class act_t>
 __device__ __forceinline__ void fold_delta_ring(Tile& tile, const GatedDeltaSlots& pool, const GatedDeltaShape& shape,
-    const DeltaBatchShared& s, char* smem, const char* slot, int head, int quarter, int origin, int count) {
+    const DeltaBatchShared& s, char* smem, const char* slot, int head, int quarter, int origin, int count,
+    float& scale) {
     const int lane = threadIdx.x & 7, own = threadIdx.x >> 3, K = shape.dstate, R = pool.ring_rows;
     const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, group = head / shape.heads_per_group;
     float* keys = reinterpret_cast<float*>(smem + s.keys);
@@ -70,11 +72,12 @@ __device__ __forceinline__ void fold_delta_ring(Tile& tile, const GatedDeltaSlot
         }
         __syncthreads();
         for (int j = 0; j < rows; ++j) {
-            const DeltaRow row{fold[j].y, fold[j].x, decays + j * K, keys + j * K};
+            const float v_own = v[j * s.block_rows + own];
             if (shape.channel_gates) {
-                tile.template fold<true>(row, v[j * s.block_rows + own], lane, K);
+                tile.template fold<true>({channel_row(fold[j].y), decays + j * K, keys + j * K}, v_own, lane, K);
             } else {
-                tile.template fold<false>(row, v[j * s.block_rows + own], lane, K);
+                tile.template fold<false>(
+                    {scale_row(scale, fold[j].x, fold[j].y), nullptr, keys + j * K}, v_own, lane, K);
             }
         }
         __syncthreads();

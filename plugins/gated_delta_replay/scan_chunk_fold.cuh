@@ -261,11 +261,15 @@ __device__ __forceinline__ void fold_spans(const ChunkWarp<Traits>& w, const Sca
         if (span + kValuesAhead < spans) load_values(w, span + kValuesAhead, begin, tokens);
         copy_commit();
     }
-    named_barrier(2, w.params.consumers * kWarp); // every warp has read the cursor
+    named_barrier(2, w.params.consumers * kWarp); // every warp has read cursor and scale
     if (w.works()) store_state(w, block.slot, S);
     if (w.thread < kCursorCopies && w.thread % w.params.blocks_per_head == part) {
-        Cursor* cursors = reinterpret_cast<Cursor*>(p.pool.base + block.slot * p.pool.stride_bytes + p.pool.cursor);
-        cursors[w.head * kCursorCopies + w.thread] = reset_cursor(block.slot, p.shape.window, p.shape.stagger);
+        char* slot = p.pool.base + block.slot * p.pool.stride_bytes;
+        const int copy = w.head * kCursorCopies + w.thread;
+        reinterpret_cast<Cursor*>(slot + p.pool.cursor)[copy] =
+            reset_cursor(block.slot, p.shape.window, p.shape.stagger);
+        if (!Traits::kChannels && p.pool.state_scale >= 0)
+            reinterpret_cast<float*>(slot + p.pool.state_scale)[copy] = 1.0f;
     }
 }
 

@@ -1,4 +1,4 @@
-//! State rows of a warp, from and to the slot. Lane (g, q) holds of rows g and g + 8 the columns 8 tile + 2 q, + 1.
+//! State rows of a warp, from and to the slot; GDN's scale is in them (S, not S'), and 1 in the slot afterwards. Lane (g, q) holds of rows g and g + 8 the columns 8 tile + 2 q, + 1.
 #pragma once
 
 #include "scan_chunk_tile.cuh"
@@ -53,7 +53,7 @@ __device__ __forceinline__ void fold_ring_row(float (&S)[kTiles][4], const __nv_
 }
 
 //! The warp's state rows from the slot, committed and pending rows folded. part: of the head, this block; it has a
-//! cursor of its own.
+//! cursor and a scale of its own.
 template <class Traits>
 __device__ __forceinline__ void load_state(
     const ChunkWarp<Traits>& w, int64_t number, int part, float (&S)[Traits::kTiles][4]) {
@@ -62,6 +62,9 @@ __device__ __forceinline__ void load_state(
     const int K = p.shape.dstate;
     const char* slot = p.pool.base + number * p.pool.stride_bytes;
     const int64_t first = first_element(w);
+    const bool scaled = !kChannels && p.pool.state_scale >= 0;
+    const auto* scales = reinterpret_cast<const float*>(slot + p.pool.state_scale) + w.head * kCursorCopies;
+    const float scale = scaled ? scales[part] : 1.0f;
 #pragma unroll
     for (int tile = 0; tile < Traits::kTiles; ++tile) {
         const int n = tile * 8 + 2 * w.q();
@@ -69,6 +72,10 @@ __device__ __forceinline__ void load_state(
         const float2 a = load_state_pair(slot + p.pool.state, w.params.state_dtype, first + n);
         const float2 b = load_state_pair(slot + p.pool.state, w.params.state_dtype, first + 8 * K + n);
         S[tile][0] = a.x, S[tile][1] = a.y, S[tile][2] = b.x, S[tile][3] = b.y;
+        if (kChannels) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            S[tile][i] *= scale;
     }
     const Cursor cursor = reinterpret_cast<const Cursor*>(slot + p.pool.cursor)[w.head * kCursorCopies + part];
     const int64_t R = p.pool.ring_rows, group = w.key_head;

@@ -3,11 +3,12 @@
 //!
 //!   S <- exp(g_t) S;  d = beta_t (v_t - S kn_t);  S <- S + d kn_t^T;  o_t = S qn_t               docs/math.md 2.2, 2.3
 //!
-//! The fold is the step's own (DeltaTile::fold), so prefill(n) and one step leaves the bits that prefill(n + 1) leaves.
+//! The fold is the step's own (DeltaTile::fold), so prefill(n) and one step leaves the bits that prefill(n + 1) leaves. Of
+//! GDN it holds S' and its scale (fold.cuh); a 16-bit state has the scale in it after its ring rows, and at the end.
 //! q, k [tokens, HK, K]; v, o [tokens, HV, V] act_t; a [tokens, HV] or [tokens, HV, K]; b [tokens, HV]; sequence i =
 //! tokens cu_seqlens[i] .. [i+1]-1.
 //! Grid (HV blocks per head, sequences): a block owns V kRows / 4 state rows of one head, 2 V threads, kRows state rows
-//! per eight lanes; block i of a head has the cursor copies i, i + blocks per head, ...
+//! per eight lanes; block i of a head has the copies i, i + blocks per head, ... of cursor and scale.
 //! In batches of 16 tokens: raw rows arrive by asynchronous copies while the batch before is folded; warps turn them
 //! into normalised fp32 rows, a token each.
 //! Barriers: two a batch (raw rows are there, the batch before has been used; fp32 rows are there).
@@ -182,12 +183,13 @@ __device__ __forceinline__ void convert_ring(const DeltaScanParams& params, char
         make_float2(kChannels ? 1.0f : expf(floats(pool.ring_g)[scalar]), floats(pool.ring_beta)[scalar]);
 }
 
-//! Row t of the batch into the thread's state rows.
+//! Row t of the batch into the thread's state rows; scale: theirs, GDN.
 template <class act_t, bool kChannels, class Tile>
-__device__ __forceinline__ void fold_batch_row(
-    Tile& tile, const BatchRows& rows, const act_t* v, int block_rows, int own, int t, int lane, int dstate) {
+__device__ __forceinline__ void fold_batch_row(Tile& tile, float& scale, const BatchRows& rows, const act_t* v,
+    int block_rows, int own, int t, int lane, int dstate) {
     const float2 scalar = rows.scalar[t];
-    const DeltaRow row{scalar.y, scalar.x, rows.decays + t * dstate, rows.kn + t * dstate};
+    const RowWeights weights = kChannels ? channel_row(scalar.y) : scale_row(scale, scalar.x, scalar.y);
+    const DeltaRow row{weights, rows.decays + t * dstate, rows.kn + t * dstate};
     tile.template fold<kChannels>(row, to_float(v[t * block_rows + own + Tile::fold_row(lane)]), lane, dstate);
 }
 
@@ -241,6 +243,9 @@ __global__ void __launch_bounds__(2 * kMaxHeadDim, 1)
     Cursor* cursors = reinterpret_cast<Cursor*>(slot + p.pool.cursor) + at.head * kCursorCopies;
     const BatchRows rows = batch_rows(smem, s);
     const act_t* v = reinterpret_cast<const act_t*>(smem + s.raw_v);
+    float* scales = reinterpret_cast<float*>(slot + p.pool.state_scale) + at.head * kCursorCopies;
+    const bool scaled = !kChannels && p.pool.state_scale >= 0;
+    float scale = 1.0f; // GDN: the state is this times the tile
     Tile tile;
     tile.clear();
     if (p.has_initial != nullptr && p.has_initial[blockIdx.y]) {
@@ -248,14 +253,19 @@ __global__ void __launch_bounds__(2 * kMaxHeadDim, 1)
         if (params.state_dtype == REPLAYSSM_BFLOAT16) load_as<__nv_bfloat16>(tile, state, lane, dstate);
         if (params.state_dtype == REPLAYSSM_FLOAT16) load_as<__half>(tile, state, lane, dstate);
         const Cursor cursor = cursors[at.part];
+        if (scaled) scale = scales[at.part];
         const int live = cursor.history + cursor.pending;
         for (int base = 0; base < live; base += kScanBatch) {
             const int count = min(kScanBatch, live - base);
             convert_ring<act_t, kPieces, kChannels>(params, smem, at, slot, cursor.origin, base, count);
             __syncthreads();
             for (int j = 0; j < count; ++j)
-                fold_batch_row<act_t, kChannels>(tile, rows, v, at.rows, own, j, lane, dstate);
+                fold_batch_row<act_t, kChannels>(tile, scale, rows, v, at.rows, own, j, lane, dstate);
             __syncthreads();
+        }
+        if (!kChannels && !scaled) {
+            tile.multiply(scale);
+            scale = 1.0f;
         }
     }
     const float rate =
@@ -273,19 +283,23 @@ __global__ void __launch_bounds__(2 * kMaxHeadDim, 1)
         raw = load_scalars<kChannels>(p, at.head, base + kScanBatch, count_at(base + kScanBatch));
         const act_t* v_now = reinterpret_cast<const act_t*>(smem + s.raw_v + stage * s.v_stage);
         for (int t = 0; t < count; ++t) {
-            fold_batch_row<act_t, kChannels>(tile, rows, v_now, at.rows, own, t, lane, dstate);
+            fold_batch_row<act_t, kChannels>(tile, scale, rows, v_now, at.rows, own, t, lane, dstate);
             float part[kRows];
             tile.template dot<1>(rows.qn + t * dstate, lane, dstate, part);
             Tile::template reduce<1>(part, lane);
+            if (!kChannels) part[0] *= scale;
             if (lane % Tile::template sharers<1>() == 0) o[(base + t) * p.in.o.strides[1]] = from_float<act_t>(part[0]);
         }
     }
+    if (!kChannels && !scaled) tile.multiply(scale);
     if (params.state_dtype == REPLAYSSM_FLOAT32) store_as<float>(tile, state, lane, dstate);
     if (params.state_dtype == REPLAYSSM_BFLOAT16) store_as<__nv_bfloat16>(tile, state, lane, dstate);
     if (params.state_dtype == REPLAYSSM_FLOAT16) store_as<__half>(tile, state, lane, dstate);
-    __syncthreads(); // every thread has read the cursor
-    if (threadIdx.x < kCursorCopies && threadIdx.x % (kQuarters / kRows) == at.part)
+    __syncthreads(); // every thread has read cursor and scale
+    if (threadIdx.x < kCursorCopies && threadIdx.x % (kQuarters / kRows) == at.part) {
         cursors[threadIdx.x] = reset_cursor(number, p.shape.window, p.shape.stagger);
+        if (scaled) scales[threadIdx.x] = scale;
+    }
 }
 
 } // namespace replayssm

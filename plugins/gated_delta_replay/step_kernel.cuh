@@ -2,15 +2,15 @@
 //! of one group, one after another.
 //!
 //!   committed rows j < h (h = history_len + accepted), tokens t < T                       docs/math.md 3.3, 5.2
-//!   flush:   S <- fold of rows 0..h-1, stored; then h = 0
+//!   flush:   S <- fold of rows 0..h-1, stored; then h = 0. GDN, fp32: as S' and its scale (fold.cuh)
 //!   held_t = S (e^E(0,t) kn_t) + sum_{rows r before t} ((e^E(r,t) kn_r) . kn_t) d_r;   d_t = beta_t (v_t - held_t)
 //!   o_t    = S (e^E(0,t) qn_t) + sum_{rows r up to t} ((e^E(r,t) kn_r) . qn_t) d_r
 //!   rows k, 1/|k|, v, d, g, beta of the T tokens are appended behind the live rows
 //!
 //! q, k [rows, T, HK, K]; v, o [rows, T, HV, V] act_t; a [rows, T, HV(, K)], b [rows, T, HV]; slots: params.h,
 //! docs/contracts.md.
-//! Grid: segments of rows cut alike (params.h). A block owns its items' state rows and cursor copies; the first item of
-//! a group appends k, a head's first item its gates. KDA: the items of a block belong to one head.
+//! Grid: segments of rows cut alike (params.h). A block owns its items' state rows and copies of cursor and scale; the
+//! first item of a group appends k, a head's first item its gates. KDA: the items of a block belong to one head.
 //! Thread = (kRows state rows, one of kLanes lanes along K), see DeltaTile. Tuned: the state of the next item is copied
 //! into shared memory while this one is worked on in registers (one buffer, always in flight). GDN: once the block has
 //! prepared what its heads share, every warp goes through the items on its own, with 16 state rows of each. Otherwise:
@@ -28,13 +28,14 @@
 
 namespace replayssm {
 
-//! Fold the committed rows, whose v and keys are in shared memory.
+//! Fold the committed rows, whose v and keys are in shared memory: into S', or, of GDN's 16-bit states, into S.
 template <class Traits>
 __device__ __forceinline__ void fold_committed(typename Traits::Tile& tile, const GatedDeltaStepParams& p,
     const char* smem, const DeltaBlock& b, int rows_buffer, int head) {
     using act_t = typename Traits::act_t;
     using Tile = typename Traits::Tile;
-    const float2* fold = reinterpret_cast<const float2*>(smem + p.shared.fold) + head * p.shared.committed_cap;
+    const char* fold = smem + p.shared.fold;
+    const int first = head * p.shared.committed_cap;
     const float* keys = reinterpret_cast<const float*>(smem + p.shared.keys);
     const float* decays = reinterpret_cast<const float*>(smem + p.shared.gates);
     const int lane = Tile::lane_of(b.thread);
@@ -44,16 +45,19 @@ __device__ __forceinline__ void fold_committed(typename Traits::Tile& tile, cons
 #pragma unroll 1
     for (int j = 0; j < b.plan.committed; ++j) {
         const float v_own = to_float(*reinterpret_cast<const act_t*>(v));
-        const DeltaRow row{fold[j].y, fold[j].x, decays, keys};
         if (Traits::channels(p)) {
-            tile.template fold<true>(row, v_own, lane, b.dstate);
+            const RowWeights weights = channel_row(reinterpret_cast<const float*>(fold)[first + j]);
+            tile.template fold<true>(DeltaRow{weights, decays, keys}, v_own, lane, b.dstate);
         } else {
-            tile.template fold<false>(row, v_own, lane, b.dstate);
+            const RowWeights weights = reinterpret_cast<const RowWeights*>(fold)[first + j];
+            tile.template fold<false>(DeltaRow{weights, decays, keys}, v_own, lane, b.dstate);
         }
         v += row_bytes;
         keys += b.dstate;
         decays += b.dstate;
     }
+    if (!Traits::kScaledState && !Traits::channels(p))
+        tile.multiply(reinterpret_cast<const RowWeights*>(fold)[first + b.plan.committed - 1].scale);
 }
 
 //! Where the state of an item lies, and the parts of it that a thread works on and that a warp (GDN) or the block
@@ -119,16 +123,24 @@ struct HeadWeigher {
     __device__ __forceinline__ void activate(const GatedDeltaStepParams& p, const DeltaBlock& b) {
         if (offset < heads) gates.activate(p, b, Traits::channels(p));
     }
+    //! First of the block's items of its next head.
+    __device__ __forceinline__ int item(const DeltaBlock& b) const {
+        return offset == 0 ? b.first_item : head(b) * Traits::kParts;
+    }
+    __device__ __forceinline__ void load_scale(const GatedDeltaStepParams& p, const DeltaBlock& b) {
+        if (Traits::kScaledState && !Traits::channels(p) && offset < heads)
+            gates.load_scale(p, b, item(b) * Traits::kCopies);
+    }
     __device__ __forceinline__ void load_ring(const GatedDeltaStepParams& p, const DeltaBlock& b) {
         if (offset < heads) gates.load_ring(p, b, head(b), Traits::channels(p));
     }
     //! The loads of its first head have been made.
     __device__ __forceinline__ void weigh(const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b) {
         while (offset < heads) {
-            const int item = offset == 0 ? b.first_item : head(b) * Traits::kParts;
-            weigh_rows<Traits>(p, smem, b, item, offset, gates);
+            weigh_rows<Traits>(p, smem, b, item(b), offset, gates);
             offset += 2;
             load_tokens(p, b);
+            load_scale(p, b);
             load_ring(p, b);
             activate(p, b);
         }
@@ -217,10 +229,11 @@ __global__ void __maxnreg__((Traits::kRegisters))
     weigher.load_tokens(p, b);
     if (slot < 0 || slot >= p.pool.slots) return write_zero_outputs<Traits>(p, b);
 
-    // Loads that wait for the slot: cursor, state; then those that wait for the cursor.
+    // Loads that wait for the slot: cursor, scale, state; then those that wait for the cursor.
     b.slot = p.pool.base + slot * p.pool.stride_bytes;
     Cursor* cursors = b.region<Cursor>(p.pool.cursor) + b.first_item * kCopies;
     const Cursor cursor = *cursors;
+    weigher.load_scale(p, b);
     typename Traits::Tile tile;
     const ItemState<Traits> state(p, b);
     if constexpr (kStaged) {

@@ -30,6 +30,7 @@ struct DeltaTraits {
     static constexpr int kCopies = kCursorCopies / kParts;
     static constexpr int kAccess = kTuned ? 16 / sizeof(act_t) : 4; // elements of one access to a row of v or d
     static constexpr int kRegisters = 128;
+    static constexpr bool kScaledState = std::is_same_v<state_t, float>; // GDN's: the slot has a scale
     using Tile = DeltaTile<state_t, kDstate, kRows, kLanes>;
     using Pieces = RowPieces<kPieces>;
 
@@ -125,12 +126,13 @@ __device__ __forceinline__ void start_rows(
 }
 
 //! What one warp needs to weigh the rows of a head, loaded long before: lane t has token t, lane j ring rows j and j +
-//! 32. KDA's g is elsewhere.
+//! 32; all have the scale of the state in the slot. KDA's g is elsewhere.
 struct HeadGates {
     unsigned a_bits, b_bits;
     float A_log, bias;
     float g, beta; // of token t; 0 in the other lanes
     float ring_g[kMaxWindow / kWarp], ring_beta[kMaxWindow / kWarp];
+    float scale = 1.0f;
 
     __device__ __forceinline__ void load_tokens(
         const GatedDeltaStepParams& p, const DeltaBlock& block, int head, bool channels) {
@@ -149,6 +151,11 @@ struct HeadGates {
         if (block.lane() >= block.tokens) return;
         beta = sigmoid(bits_to_float(b_bits, p.in.b.dtype));
         if (!channels) g = gate_of(p.shape, expf(A_log), bits_to_float(a_bits, p.in.a.dtype), bias);
+    }
+
+    //! The item's copy; waits for the slot alone.
+    __device__ __forceinline__ void load_scale(const GatedDeltaStepParams& p, const DeltaBlock& block, int copy) {
+        scale = block.region<const float>(p.pool.state_scale)[copy];
     }
 
     __device__ __forceinline__ void load_ring(
@@ -180,6 +187,31 @@ __device__ __forceinline__ void put_tensor_weight(char* weights, int groups, int
     *reinterpret_cast<__nv_bfloat16*>(at + 8) = __float2bfloat16_rn(value - __bfloat162float(first));
 }
 
+//! By one warp, in a folding step: what folds the committed rows. Returns the scale of the state that comes of it, which
+//! goes into the slot, to the copies of the block's items of the head, from `item` on.
+template <class Traits>
+__device__ __forceinline__ float weigh_fold(
+    const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b, int item, int buffer, const HeadGates& gates) {
+    const int at = buffer * p.shared.committed_cap;
+    float scale = gates.scale;
+#pragma unroll
+    for (int i = 0; i < kMaxWindow / kWarp; ++i) {
+        const int j = i * kWarp + b.lane();
+        if (i * kWarp >= b.plan.committed) continue;
+        if (Traits::channels(p)) {
+            if (j < b.plan.committed) reinterpret_cast<float*>(smem + p.shared.fold)[at + j] = gates.ring_beta[i];
+            continue;
+        }
+        const int count = min(b.plan.committed - i * kWarp, kWarp);
+        const RowWeights own = scale_rows(scale, expf(gates.ring_g[i]), gates.ring_beta[i], count);
+        if (j < b.plan.committed) reinterpret_cast<RowWeights*>(smem + p.shared.fold)[at + j] = own;
+    }
+    if (Traits::channels(p) || !Traits::kScaledState) return 1.0f;
+    if (b.lane() < min(b.items, Traits::kParts) * Traits::kCopies)
+        b.region<float>(p.pool.state_scale)[item * Traits::kCopies + b.lane()] = scale;
+    return scale;
+}
+
 //! By one warp, for one head: beta of the tokens; what folds the committed rows; GDN: the decays from every row to
 //! every token (times the dot products where there are several tokens). Appends beta and GDN's g where the block has
 //! the head's first part. Exponents are plain sums of g <= 0; the decay up to the step and the one within it are
@@ -189,7 +221,6 @@ __device__ __forceinline__ void weigh_rows(
     const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b, int item, int buffer, const HeadGates& gates) {
     const bool channels = Traits::channels(p);
     const int lane = b.lane(), tokens = Traits::kOneToken ? 1 : b.tokens, stride = p.shared.dot_stride;
-    float2* fold = reinterpret_cast<float2*>(smem + p.shared.fold) + buffer * p.shared.committed_cap;
     float2* token = reinterpret_cast<float2*>(smem + p.shared.token) + buffer * tokens;
     const float2* dots = reinterpret_cast<const float2*>(smem + p.shared.dots);
     float* decays = reinterpret_cast<float*>(smem + p.shared.weights) + buffer * p.shared.rows_cap;
@@ -210,18 +241,13 @@ __device__ __forceinline__ void weigh_rows(
         }
     }
     if (!channels) up_to = expf(up_to);
+    const float scale = b.plan.flush ? weigh_fold<Traits>(p, smem, b, item, buffer, gates) : gates.scale;
     float behind = 0.0f; // g of all rows behind this batch of 32
 #pragma unroll
     for (int i = kMaxWindow / kWarp - 1; i >= 0; --i) {
         const int j = i * kWarp + lane;
-        if (i * kWarp >= b.plan.committed) continue;
-        const float own = gates.ring_g[i]; // 0 in dead lanes
-        if (b.plan.flush) {
-            if (j < b.plan.committed) fold[j] = make_float2(channels ? 1.0f : expf(own), gates.ring_beta[i]);
-            continue;
-        }
-        if (channels) continue;
-        float from = own; // rows j.. of this batch
+        if (channels || i * kWarp >= b.plan.history) continue;
+        float from = gates.ring_g[i]; // rows j.. of this batch; 0 in dead lanes
 #pragma unroll
         for (int d = 1; d < kWarp; d *= 2) {
             const float other = __shfl_down_sync(kFullMask, from, d);
@@ -265,12 +291,12 @@ __device__ __forceinline__ void weigh_rows(
     if constexpr (Traits::kTensor) {
         if (lane >= tokens) return;
         const float2 norm = reinterpret_cast<const float2*>(smem + p.shared.norms)[lane];
-        const float decay = expf(behind) * up_to;
+        const float decay = expf(behind) * up_to * scale;
         reinterpret_cast<float4*>(smem + p.shared.token)[buffer * stride + lane] =
             make_float4(gates.beta, decay * norm.x, decay * norm.y, 0.0f);
         return;
     }
-    if (lane < tokens) token[lane] = make_float2(gates.beta, channels ? 1.0f : expf(behind) * up_to);
+    if (lane < tokens) token[lane] = make_float2(gates.beta, channels ? 1.0f : expf(behind) * up_to * scale);
 }
 
 } // namespace replayssm

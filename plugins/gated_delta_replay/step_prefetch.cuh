@@ -52,13 +52,16 @@ struct InputPrefetch {
             prefetch_block(slot + p.pool.state + static_cast<int64_t>(b.first_item) * item_bytes, item_bytes);
     }
 
-    //! Cursor, and the ring's scalars, whichever rows are live.
+    //! Cursor, the state's scale, and the ring's scalars, whichever rows are live.
     __device__ __forceinline__ void scalars() const {
-        for (int i = b.thread; i < 4; i += blockDim.x) {
+        constexpr bool kScaled = Traits::kScaledState && Traits::kGate == Gate::kHead;
+        for (int i = b.thread; i < (kScaled ? 5 : 4); i += blockDim.x) {
             const int64_t region = i == 0 ? p.pool.ring_k_rnorm : i == 1 ? p.pool.ring_beta : p.pool.ring_g;
             const int row = i == 0 ? b.group : head;
             if (i == 3) {
                 prefetch_line(cursor());
+            } else if (i == 4) {
+                prefetch_line(slot + p.pool.state_scale + b.first_item * Traits::kCopies * 4);
             } else if (i < 2 || !Traits::channels(p)) {
                 prefetch_line(slot + region + row * p.pool.scalar_stride * 4);
             }

@@ -26,11 +26,11 @@ struct GatedDeltaStepShared {
     uint32_t gates = 0; // KDA: fp32 [committed_cap + T][K]: g of ring rows (in a folding step its exp), g of the tokens
     uint32_t dots = 0;  // float2 [rows_cap][dot_stride]: (kn_r . kn_t, kn_r . qn_t); KDA: with the decay between them
     uint32_t weights = 0;      // GDN: T = 1 fp32 [heads][rows_cap], decay from row r to the token; else float2 as dots
-    uint32_t fold = 0;         // float2 [heads][committed_cap]: {exp(g), beta} of ring row j
+    uint32_t fold = 0;         // of ring row j, [heads][committed_cap]: GDN RowWeights, KDA fp32 beta
     uint32_t ring_weights = 0; // tensor: of ring rows, for products (step_tensor.cuh); `weights` has the tokens' alone
     uint32_t norms = 0;        // tensor: float2 [T]: 1 / |k_t|, scale / |q_t|
-    uint32_t token = 0;        // float2 [heads][T]: {beta, decay that the checkpoint has met} of token t
-                               // tensor: float4 [heads][dot_stride]: {beta, that decay times either norm}
+    uint32_t token = 0; // float2 [heads][T]: {beta, decay that the checkpoint has met times its scale} of token t
+                        // tensor: float4 [heads][dot_stride]: {beta, that product times either norm}
     uint32_t totals =
         0; // several tokens, not tensor: fp32 [2 T][part_rows]: what state and ring hold for kn_t and qn_t, then d_t
     uint32_t barrier = 0; // of the state's copies, one a warp
@@ -62,7 +62,7 @@ struct GatedDeltaStepShared {
         ring_weight_bytes = tensor ? (committed + kTensorRows - 1) / kTensorRows * dot_stride * 2 * 64 : 0;
         ring_weights = take_shared(end, heads * ring_weight_bytes);
         norms = take_shared(end, tensor ? tokens * 8 : 0);
-        fold = take_shared(end, heads * committed_cap * 8);
+        fold = take_shared(end, heads * committed_cap * (channel_gates ? 4 : 16));
         token = take_shared(end, heads * (tensor ? dot_stride * 16 : tokens * 8));
         totals = take_shared(end, one_token || tensor ? 0 : 2 * tokens * part_rows * 4);
         barrier = take_shared(end, state_bytes ? 32 : 8);

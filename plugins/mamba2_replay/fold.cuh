@@ -1,15 +1,16 @@
 //! The Mamba-2 recurrence, one element at a time, and the per-thread tile of the state that every kernel here folds
 //! into.
 //!
-//!   S[p][n] <- exp(A dt) S[p][n] + (dt x[p]) B[n]
+//!   S[p][n] <- exp(A dt) S[p][n] + (dt x[p]) B[n],  S = scale S'                      common/state_scale.cuh
+//!   scale <- exp(A dt) scale;  S'[p][n] <- S'[p][n] + w[p] B[n],  w[p] = (dt (1 / scale)) x[p]
 //!
-//! The order of a fold is fixed: rows oldest first; per element one rounded product exp(A dt) S, then one fused
-//! multiply-add. All kernels call fold_element, with intrinsics that the compiler may not contract or reassociate, so a
-//! checkpoint has the same bits whatever the window, the number of tokens, the grid or the kernel (docs/contracts.md).
+//! The order of a fold is fixed: rows oldest first; of a row, the elements times `renew` where that is not 1, then one
+//! fused multiply-add an element. All kernels call advance_scale and fold_element, with intrinsics that the compiler may
+//! not contract or reassociate, so (S', scale) has the same bits whatever the window, the number of tokens, the grid or
+//! the kernel (docs/contracts.md). A 16-bit state is S itself: its scale is 1 in front of a fold, which ends with scale S'.
 #pragma once
 
-#include "../common/cursor.cuh"
-#include "params.h"
+#include "head_scale.cuh"
 
 #include <type_traits>
 
@@ -23,9 +24,7 @@ __device__ __forceinline__ int divide(int n, const Divisor& by) {
 
 __device__ __forceinline__ float decay_of(float A, float dt) { return expf(__fmul_rn(A, dt)); }
 
-__device__ __forceinline__ float fold_element(float S, float decay, float dtx, float B) {
-    return __fmaf_rn(dtx, B, __fmul_rn(decay, S));
-}
+__device__ __forceinline__ float fold_element(float S, float w, float B) { return __fmaf_rn(w, B, S); }
 
 //! A token's dt before bias and softplus, and its bias: loaded first, combined later.
 struct RawStep {
@@ -50,11 +49,14 @@ struct RawStep {
     }
 };
 
-//! What a fold needs of one ring row besides dt x.
+//! What folds one row besides x and B, in shared memory. Rows up to `end` follow without another renewal. Behind a
+//! head's last row stands a row whose `renew` ends the fold of a 16-bit state.
 struct FoldRow {
-    float decay;
-    const float* B; // in shared memory
+    float renew;
+    float input; // dt / scale
+    int end;
 };
+static_assert(sizeof(FoldRow) == kFoldRowBytes, "room for it in shared memory");
 
 //! How a block's part of one head's state lies over its threads: kRows rows per thread, dstate spread over eight
 //! neighbouring lanes. Lane l of the eight holds, of every chunk of 8 * kVec elements, the kVec that begin at l * kVec:
@@ -200,8 +202,20 @@ struct StateTile : TileLanes<state_t_, kDstate_, kRows_> {
             }
     }
 
-    //! Fold one ring row: dtx of this thread's rows, B in shared memory.
-    __device__ __forceinline__ void fold(float decay, const float (&dtx)[kRows], const float* B, int lane, int dstate) {
+    //! By one of the scales of a fold: 1 in most cases, the same for all threads.
+    __device__ __forceinline__ void multiply(float by) {
+        if (by == 1.0f) return;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i)
+#pragma unroll
+                for (int v = 0; v < kVec; ++v)
+                    S[r][i][v] = __fmul_rn(S[r][i][v], by);
+    }
+
+    //! Fold one row that does not renew: w of this thread's rows, B in shared memory.
+    __device__ __forceinline__ void fold(const float (&w)[kRows], const float* B, int lane, int dstate) {
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             if (!valid(i, lane, dstate)) continue;
@@ -211,18 +225,24 @@ struct StateTile : TileLanes<state_t_, kDstate_, kRows_> {
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
                 for (int v = 0; v < kVec; ++v)
-                    S[r][i][v] = fold_element(S[r][i][v], decay, dtx[r], b[v]);
+                    S[r][i][v] = fold_element(S[r][i][v], w[r], b[v]);
         }
     }
 
-    //! Fold `count` rows that source.next(dtx) gives one after another, kUnroll a turn.
+    //! Fold `count` rows that source.next(w) gives one after another, kUnroll a turn.
     template <int kUnroll, class Source>
     __device__ __forceinline__ void fold_rows(int count, int lane, int dstate, Source source) {
+        static_assert(sizeof(state_t) == sizeof(float), "S' stays S'");
+#pragma unroll 1
+        for (int j = 0; j < count;) {
+            multiply(source.row->renew);
+            const int end = source.row->end;
 #pragma unroll kUnroll
-        for (int j = 0; j < count; ++j) {
-            float dtx[kRows];
-            const FoldRow from = source.next(dtx);
-            fold(from.decay, dtx, from.B, lane, dstate);
+            for (; j < end; ++j) {
+                float w[kRows];
+                const float* B = source.next(w);
+                fold(w, B, lane, dstate);
+            }
         }
     }
 
@@ -297,16 +317,29 @@ struct PackedTile : TileLanes<state_t_, kDstate_, kRows_> {
             for (int r = 0; r < kRows; ++r)
                 unpack16<state_t>(bits[r][i], S[r]);
             Source rows = source;
+#pragma unroll 1
+            for (int j = 0;;) {
+                const float renew = rows.row->renew;
+                if (renew != 1.0f) {
+#pragma unroll
+                    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                        for (int v = 0; v < kVec; ++v)
+                            S[r][v] = __fmul_rn(S[r][v], renew);
+                }
+                if (j == count) break;
+                const int end = rows.row->end;
 #pragma unroll kUnroll
-            for (int j = 0; j < count; ++j) {
-                float dtx[kRows], b[kVec];
-                const FoldRow from = rows.next(dtx);
-                load_shared_vector(from.B, i, lane, b);
+                for (; j < end; ++j) {
+                    float w[kRows], b[kVec];
+                    const float* B = rows.next(w);
+                    load_shared_vector(B, i, lane, b);
 #pragma unroll
-                for (int r = 0; r < kRows; ++r)
+                    for (int r = 0; r < kRows; ++r)
 #pragma unroll
-                    for (int v = 0; v < kVec; ++v)
-                        S[r][v] = fold_element(S[r][v], from.decay, dtx[r], b[v]);
+                        for (int v = 0; v < kVec; ++v)
+                            S[r][v] = fold_element(S[r][v], w[r], b[v]);
+                }
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r)

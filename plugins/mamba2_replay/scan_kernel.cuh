@@ -3,7 +3,8 @@
 //!
 //!   S <- exp(A dt_t) S + (dt_t x_t) B_t;  y_t = S C_t (+ D x_t) (* silu(z_t))                     docs/math.md
 //!
-//! The fold is the step's own (fold.cuh), so prefill(n) and one step leaves the bits that prefill(n + 1) leaves.
+//! The fold is the step's own (fold.cuh), so prefill(n) and one step leaves the bits that prefill(n + 1) leaves. S is
+//! scale S' throughout; a 16-bit state is multiplied and rounded behind the last token.
 //! x, z, y [tokens, H, P] act_t; B, C [tokens, G, N] act_t; dt [tokens, H]; sequence i = tokens cu_seqlens[i] ..
 //! [i+1]-1.
 //! Grid (4 H, sequences): a block owns P / 4 state rows of one head, 2 P threads, one state row per eight lanes.
@@ -15,10 +16,10 @@
 
 namespace replayssm {
 
-//! By the block: tokens base .. base + count - 1 of one sequence into shared memory.
+//! By the block: tokens base .. base + count - 1 of one sequence into shared memory. scale: in front of them.
 template <class Tile, class act_t>
 __device__ __forceinline__ void load_batch(const Mamba2ScanParams& p, const BatchShared& s, char* smem, int64_t base,
-    int count, int head, int64_t first_row, float A) {
+    int count, int head, int64_t first_row, float A, float scale) {
     const int64_t group = head / p.shape.heads_per_group;
     load_token_rows<Tile, act_t>(p.in.B, base * p.in.B.strides[1] + group * p.in.B.strides[2], count, p.shape.dstate,
         reinterpret_cast<float*>(smem + s.B), s.n_pad);
@@ -30,13 +31,16 @@ __device__ __forceinline__ void load_batch(const Mamba2ScanParams& p, const Batc
     for (int i = threadIdx.x; i < count * s.block_rows; i += blockDim.x) {
         out[i] = to_float(x[i / s.block_rows * p.in.x.strides[1] + i % s.block_rows]);
     }
+    if (threadIdx.x >= kWarp) return;
+    float dt = 0.0f, decay = 1.0f;
     if (threadIdx.x < count) {
         RawStep raw;
         raw.load(p.in.dt, (base + threadIdx.x) * p.in.dt.strides[1] + head * p.in.dt.strides[2], p.in.dt_bias,
             head * p.in.dt_bias.strides[0]);
-        const float dt = raw.value(p.in);
-        reinterpret_cast<float2*>(smem + s.step)[threadIdx.x] = make_float2(decay_of(A, dt), dt);
+        dt = raw.value(p.in);
+        decay = decay_of(A, dt);
     }
+    put_batch_rows(reinterpret_cast<BatchRow*>(smem + s.rows), scale, decay, dt, count);
 }
 
 template <class act_t, class state_t>
@@ -62,11 +66,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1) mamba2_scan_kernel(const __gri
         slot + p.pool.state + ((static_cast<int64_t>(head) * p.shape.headdim + row) * dstate) * sizeof(state_t);
     Cursor* cursors = reinterpret_cast<Cursor*>(slot + p.pool.cursor) + head * kCursorCopies + quarter;
     Tile tile;
+    float scale = 1.0f;
     if (p.has_initial != nullptr && p.has_initial[sequence]) {
         const Cursor cursor = *cursors;
         tile.template load<false>(state, lane, dstate);
-        fold_ring<Tile, act_t>(
-            tile, p.pool, p.shape, s, smem, slot, head, quarter, A, cursor.origin, cursor.history + cursor.pending);
+        scale = load_scale<state_t>(p.pool, slot, head, quarter);
+        fold_ring<Tile, act_t>(tile, p.pool, p.shape, s, smem, slot, head, quarter, A, cursor.origin,
+            cursor.history + cursor.pending, scale);
     } else {
         tile.clear();
     }
@@ -78,27 +84,29 @@ __global__ void __launch_bounds__(kMaxThreads, 1) mamba2_scan_kernel(const __gri
     const float* B = reinterpret_cast<const float*>(smem + s.B);
     const float* C = reinterpret_cast<const float*>(smem + s.C);
     const float* x = reinterpret_cast<const float*>(smem + s.x);
-    const float2* step = reinterpret_cast<const float2*>(smem + s.step);
+    const BatchRow* batch = reinterpret_cast<const BatchRow*>(smem + s.rows);
     for (int64_t base = begin; base < end; base += kBatch) {
         const int count = static_cast<int>(min(static_cast<int64_t>(kBatch), end - base));
-        load_batch<Tile, act_t>(p, s, smem, base, count, head, quarter * s.block_rows, A);
+        load_batch<Tile, act_t>(p, s, smem, base, count, head, quarter * s.block_rows, A, scale);
         __syncthreads();
         for (int t = 0; t < count; ++t) {
             const float x_own = x[t * s.block_rows + own];
-            const float dtx[1] = {__fmul_rn(step[t].y, x_own)};
-            tile.fold(step[t].x, dtx, B + t * s.n_pad, lane, dstate);
+            const BatchRow row = batch[t];
+            const float w[1] = {__fmul_rn(row.input, x_own)};
+            tile.multiply(row.renew);
+            tile.fold(w, B + t * s.n_pad, lane, dstate);
+            scale = row.scale;
             float part[1];
             tile.template dot<1>(C + t * s.n_pad, s.n_pad, lane, dstate, part);
             Tile::template reduce<1>(part, lane);
-            float value = __fmaf_rn(D, x_own, part[0]);
+            float value = __fmaf_rn(D, x_own, __fmul_rn(scale, part[0]));
             if (lane != 0) continue;
             if (z != nullptr) value *= silu(to_float(z[(base + t) * p.in.z.strides[1]]));
             y[(base + t) * p.in.y.strides[1]] = from_float<act_t>(value);
         }
         __syncthreads();
     }
-    tile.store(state, lane, dstate);
-    __syncthreads(); // every thread has read the cursor
+    store_checkpoint(tile, p.pool, slot, state, head, quarter, dstate, scale); // every thread has read the cursor
     if (threadIdx.x == 0) *cursors = reset_cursor(slot_index, p.shape.window, p.shape.stagger);
 }
 

@@ -12,7 +12,7 @@ __device__ __forceinline__ int64_t first_element(const ScanWarp<Traits>& w) {
     return (static_cast<int64_t>(w.head()) * shape.headdim + w.sub() * 16 + w.g()) * shape.dstate;
 }
 
-//! The warp's state rows from the slot, committed and pending rows folded as a step folds them.
+//! The warp's state rows from the slot, committed and pending rows folded as a step folds them, then times their scale.
 template <class Traits>
 __device__ __forceinline__ void load_state(
     const ScanWarp<Traits>& w, int64_t number, int group, float (&S)[Traits::kTiles][4]) {
@@ -28,6 +28,15 @@ __device__ __forceinline__ void load_state(
         const float2 b = load_state_pair(slot + p.pool.state, w.params.state_dtype, first + 8 * N + n);
         S[tile][0] = a.x, S[tile][1] = a.y, S[tile][2] = b.x, S[tile][3] = b.y;
     }
+    const auto multiply = [&](float by) {
+        if (by == 1.0f) return;
+#pragma unroll
+        for (int tile = 0; tile < Traits::kTiles; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                S[tile][i] = __fmul_rn(S[tile][i], by);
+    };
+    float scale = p.pool.state_scale >= 0 ? *state_scales(slot, p.pool, w.head()) : 1.0f;
     const float A = reinterpret_cast<const float2*>(w.smem + w.layout().rates)[w.local()].x;
     const Cursor cursor = reinterpret_cast<const Cursor*>(slot + p.pool.cursor)[w.head() * kCursorCopies];
     const int64_t R = p.pool.ring_rows;
@@ -38,9 +47,12 @@ __device__ __forceinline__ void load_state(
         reinterpret_cast<const float*>(slot + p.pool.ring_dt) + static_cast<int64_t>(w.head()) * p.pool.ring_dt_stride;
     for (int j = 0; j < cursor.history + cursor.pending; ++j) {
         const int at = ring_row(cursor.origin, j, p.pool.ring_rows);
-        const float dt = ring_dt[at], decay = decay_of(A, dt);
-        const float upper = __fmul_rn(dt, to_float(ring_x[at * P])),
-                    lower = __fmul_rn(dt, to_float(ring_x[at * P + 8]));
+        const float dt = ring_dt[at];
+        const ScaleStep step = advance_scale(scale, decay_of(A, dt));
+        const float input = __fmul_rn(dt, step.inverse);
+        const float upper = __fmul_rn(input, to_float(ring_x[at * P])),
+                    lower = __fmul_rn(input, to_float(ring_x[at * P + 8]));
+        multiply(step.renew);
 #pragma unroll
         for (int tile = 0; tile < Traits::kTiles; ++tile) {
             if (tile * 8 >= N) continue;
@@ -48,12 +60,13 @@ __device__ __forceinline__ void load_state(
             const float b[2] = {low_bf16(pair), high_bf16(pair)};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                S[tile][i] = fold_element(S[tile][i], decay, i < 2 ? upper : lower, b[i & 1]);
+                S[tile][i] = fold_element(S[tile][i], i < 2 ? upper : lower, b[i & 1]);
         }
     }
+    multiply(scale);
 }
 
-//! The warp's state rows, and the cursors of its head, into the slot.
+//! The warp's state rows, with a scale of 1, and the cursors of its head, into the slot.
 template <class Traits>
 __device__ __forceinline__ void store_state(
     const ScanWarp<Traits>& w, int64_t number, const float (&S)[Traits::kTiles][4]) {
@@ -71,6 +84,7 @@ __device__ __forceinline__ void store_state(
     if (w.sub() == 0 && w.lane() < kCursorCopies) {
         Cursor* cursors = reinterpret_cast<Cursor*>(slot + p.pool.cursor) + w.head() * kCursorCopies;
         cursors[w.lane()] = reset_cursor(number, p.shape.window, p.shape.stagger);
+        if (p.pool.state_scale >= 0) state_scales(slot, p.pool, w.head())[w.lane()] = 1.0f;
     }
 }
 

@@ -41,7 +41,7 @@ struct StepTraits {
         : !kOneToken || kStateRegisters > 32       ? 128
         : sizeof(state_t) == 2                     ? 80
                                                    : 96;
-    static constexpr int kFoldUnroll = kOneToken && sizeof(state_t) == 4 ? 2 : 1; // ring rows; more would spill
+    static constexpr int kFoldUnroll = kOneToken && sizeof(state_t) == 4 && kDstate <= 128 ? 2 : 1; // more would spill
 };
 
 template <int kDstate, bool kOneToken>
@@ -111,7 +111,7 @@ __global__ void __maxnreg__((StepTraits<state_t, kDstate, kOneToken>::kRegisters
     const int64_t accepted = p.accepted.data != nullptr ? load_index(p.accepted, b.row) : -1;
     Rows rows;
     rows.load_tokens(p, b);
-    HeadWeights<kForm> weights;
+    HeadWeights<kForm, state_t> weights;
     weights.load_tokens(p, b);
     Appends<act_t, kSplit> appends;
     appends.load(p, b);
@@ -138,12 +138,14 @@ __global__ void __maxnreg__((StepTraits<state_t, kDstate, kOneToken>::kRegisters
     }
     if (slot < 0 || slot >= p.pool.slots) return write_zero_rows<act_t>(p, b);
 
-    // Loads that wait for the slot: cursor (but for a guess that was right), and the state where nothing is in its way.
+    // Loads that wait for the slot: cursor (but for a guess that was right), scales, and the state where nothing is in
+    // its way.
     char* const base = p.pool.base + slot * p.pool.stride_bytes;
     if (b.slot != base) {
         b.slot = base;
         cursor = *cursors(b, b.first_head);
     }
+    weights.load_scales(p, b);
     const auto state = [&](const StepBlock& b, int head) { // this block's part of a head
         return reinterpret_cast<state_t*>(b.slot + p.pool.state) +
             (head * kSplit + b.split) * (b.block_rows * b.dstate);

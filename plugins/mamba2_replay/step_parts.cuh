@@ -161,28 +161,29 @@ struct Appends {
 //! The committed rows of a head, one after another, as a thread folds them.
 template <class act_t, int kRows>
 struct CommittedRows {
-    const float2* fold;
+    const FoldRow* row;
     const char* x; // this thread's first row
     const float* B;
     int row_bytes, n_pad;
 
     __device__ __forceinline__ CommittedRows(const Mamba2StepParams& p, const char* smem, const StepBlock& b, int k)
-        : fold(reinterpret_cast<const float2*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens)),
+        : row(reinterpret_cast<const FoldRow*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens + 1)),
           x(smem + p.shared.x + (k & 1) * p.shared.buffer_bytes + b.tokens * p.shared.row_bytes +
               (b.thread >> 3) * kRows * static_cast<int>(sizeof(act_t))),
           B(reinterpret_cast<const float*>(smem + p.shared.ring_B)), row_bytes(p.shared.row_bytes),
           n_pad(p.shared.n_pad) {}
 
-    __device__ __forceinline__ FoldRow next(float (&dtx)[kRows]) {
-        const float2 step = *fold++;
+    //! What `row` adds to this thread's rows, as (dt / scale) x, and its B; `row` becomes the next one.
+    __device__ __forceinline__ const float* next(float (&w)[kRows]) {
+        const float input = (row++)->input;
         const auto pack = load_pack<act_t, kRows>(x);
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
-            dtx[r] = __fmul_rn(step.y, to_float(pack.value[r]));
-        const FoldRow row{step.x, B};
+            w[r] = __fmul_rn(input, to_float(pack.value[r]));
+        const float* own = B;
         x += row_bytes;
         B += n_pad;
-        return row;
+        return own;
     }
 };
 

@@ -15,6 +15,7 @@ __host__ __device__ constexpr int tensor_c_bytes(int n_pad) { return n_pad * 2 +
 constexpr int kWeightBytes = 96; // 8 lanes of two terms of two bf16, and 32 bytes that spread tokens over banks
 constexpr int kWeightRows = 16;
 constexpr int kStepBlockBytes = 80;
+constexpr int kFoldRowBytes = 12;
 
 //! Byte offsets of the parts. Rows of x and z lie `row_bytes` apart: 16 bytes more than a row holds, so that eight
 //! lanes that read one column of eight rows meet different banks. Row r of BC and coef is row r of x.
@@ -25,10 +26,10 @@ struct StepShared {
     uint32_t ring_B = 0;  // fp32 [rows_cap - T][n_pad], right behind
     uint32_t C = 0;       // fp32 [T][n_pad]; bf16 where tensor cores make S C, rows tensor_c_bytes apart
     uint32_t BC = 0;      // fp32 [T][rows_cap]: B_r . C_t
-    uint32_t fold = 0;    // float2 {decay, dt} [heads][rows_cap - T]: what folds ring row j
+    uint32_t fold = 0;    // FoldRow [heads][rows_cap - T + 1]: what folds ring row j, and what ends a fold
     uint32_t coef = 0;    // fp32 [heads][rows_cap, tensor form T][coef_stride]: weight of x_r in token t
     uint32_t weight = 0;  // tensor form: [heads][weight_bytes], see put_weight
-    uint32_t decay = 0;   // fp32 [heads][coef_stride]: weight of S C_t
+    uint32_t decay = 0;   // fp32 [heads][coef_stride]: weight of S C_t, or of S' C_t
     uint32_t block = 0;   // StepBlock: what all threads know about their work
     uint32_t barrier = 0; // of the state's copies
     uint32_t bytes = 0;
@@ -60,7 +61,7 @@ struct StepShared {
         ring_B = take_shared(end, committed_cap * n_pad * 4);
         C = take_shared(end, tensor ? coef_stride * tensor_c_bytes(n_pad) : tokens * n_pad * 4);
         BC = take_shared(end, tokens * rows_cap * 4);
-        fold = take_shared(end, heads * committed_cap * 8);
+        fold = take_shared(end, heads * (committed_cap + 1) * kFoldRowBytes);
         coef = take_shared(end, heads * coef_rows * coef_stride * 4);
         weight = take_shared(end, heads * weight_bytes);
         decay = take_shared(end, heads * coef_stride * 4);

@@ -8,6 +8,7 @@ namespace replayssm {
 //! What one warp needs to weigh the rows of a head, loaded long before: lane t has token t, lane j ring rows j, j + 32.
 struct HeadScalars {
     float A = 0.0f;
+    float scale = 1.0f; // of the state in front of a fold; fp32 states
     RawStep raw;
     float ring_dt[kMaxWindow / kWarp];
 
@@ -17,6 +18,10 @@ struct HeadScalars {
         if (lane >= b.tokens) return;
         raw.load(p.in.dt, b.row * p.in.dt.row + lane * p.in.dt.token + head * p.in.dt.head, p.in.dt_bias,
             head * p.in.dt_bias.head);
+    }
+
+    __device__ __forceinline__ void load_scale(const Mamba2StepParams& p, const StepBlock& b, int head) {
+        scale = state_scales(b.slot, p.pool, head)[b.split];
     }
 
     __device__ __forceinline__ void load_ring(const Mamba2StepParams& p, const StepBlock& b, int head) {
@@ -55,15 +60,39 @@ __device__ __forceinline__ void put_weight(
     at[2] = __float2bfloat16_rn(value - __bfloat162float(first));
 }
 
-//! By one warp: decays and dt of the committed rows (for the fold), the weight of every row in every token's output
-//! (one token: but for B_r . C_t), the weight of S C_t; appends the tokens' dt. Products of decays, never exp of a
+//! By one warp: what folds the committed rows of a head. Returns the scale behind them, which goes to the slot.
+template <StepForm kForm, bool kScaled>
+__device__ __forceinline__ float weigh_fold(
+    const Mamba2StepParams& p, char* smem, const StepBlock& b, int k, const HeadScalars& scalars) {
+    const int lane = b.thread & (kWarp - 1);
+    FoldRow* rows = reinterpret_cast<FoldRow*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens + 1);
+    float scale = kScaled ? scalars.scale : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kMaxWindow / kWarp; ++i) {
+        const int first = i * kWarp, count = min(b.plan.committed - first, kWarp);
+        if (count <= 0) continue;
+        int end;
+        const float dt = scalars.ring_dt[i]; // 0 in dead lanes: decay 1
+        const ScaleStep step = advance_rows(scale, decay_of(scalars.A, dt), count, end);
+        if (lane < count) rows[first + lane] = {step.renew, __fmul_rn(dt, step.inverse), first + end};
+    }
+    if constexpr (kScaled) {
+        constexpr int kCopies = kForm == StepForm::kGeneric ? 1 : kCursorCopies; // of this block
+        if (lane < kCopies) state_scales(b.slot, p.pool, b.first_head + k)[b.split * kCopies + lane] = scale;
+    } else if (lane == 0) {
+        rows[b.plan.committed].renew = scale;
+    }
+    return scale;
+}
+
+//! By one warp: what folds the committed rows, or else the weight of every row in every token's output (one token: but
+//! for B_r . C_t); the weight of S C_t, kScaled: of S' C_t; appends the tokens' dt. Products of decays, never exp of a
 //! difference: nothing can overflow or cancel.
-template <StepForm kForm>
+template <StepForm kForm, bool kScaled>
 __device__ __forceinline__ void weigh_rows(const Mamba2StepParams& p, char* smem, const StepBlock& b, int k,
     const HeadScalars& scalars, const TokenStep& token) {
     constexpr bool kOneToken = kForm == StepForm::kOneToken;
     const int lane = b.thread & (kWarp - 1), tokens = kOneToken ? 1 : b.tokens;
-    float2* fold = reinterpret_cast<float2*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens);
     const int stride = kOneToken ? 1 : p.shared.coef_stride;
     float* coef = reinterpret_cast<float*>(smem + p.shared.coef) + k * p.shared.coef_rows * stride;
     const float* BC = reinterpret_cast<const float*>(smem + p.shared.BC);
@@ -85,14 +114,14 @@ __device__ __forceinline__ void weigh_rows(const Mamba2StepParams& p, char* smem
             if (lane >= d) up_to *= other;
         }
     }
+    float scale = kScaled ? scalars.scale : 1.0f;
+    if (b.plan.flush) scale = weigh_fold<kForm, kScaled>(p, smem, b, k, scalars);
     float behind = 1.0f; // product of the decays of all rows behind this batch of 32
 #pragma unroll
     for (int i = kMaxWindow / kWarp - 1; i >= 0; --i) {
         const int j = i * kWarp + lane;
-        if (i * kWarp >= b.plan.committed) continue;
+        if (i * kWarp >= b.plan.history) continue;
         const float dt = scalars.ring_dt[i], decay = decay_of(scalars.A, dt); // dt 0, decay 1 in dead lanes
-        if (j < b.plan.committed) fold[j] = make_float2(decay, dt);
-        if (b.plan.flush) continue;
         float from = decay; // product of the decays of rows j.. of this batch
 #pragma unroll
         for (int d = 1; d < kWarp; d *= 2) {
@@ -104,15 +133,15 @@ __device__ __forceinline__ void weigh_rows(const Mamba2StepParams& p, char* smem
         if (lane == kWarp - 1) after = 1.0f;
         const float weight = dt * (after * behind);
         for (int t = 0; t < tokens; ++t) {
-            const float scale = __shfl_sync(kFullMask, up_to, t);
+            const float decays = __shfl_sync(kFullMask, up_to, t);
             const bool live = j < b.plan.committed;
             if (kForm != StepForm::kTensor && !live) continue;
             const float product = kOneToken ? 1.0f : live ? BC[t * p.shared.rows_cap + tokens + j] : 0.0f;
             if constexpr (kForm == StepForm::kTensor) {
                 put_weight(p.shared, smem + p.shared.weight + k * p.shared.weight_bytes, i, t, lane,
-                    live ? weight * scale * product : 0.0f);
+                    live ? weight * decays * product : 0.0f);
             } else {
-                coef[(tokens + j) * stride + t] = weight * scale * product;
+                coef[(tokens + j) * stride + t] = weight * decays * product;
             }
         }
         behind *= __shfl_sync(kFullMask, from, 0);
@@ -123,14 +152,16 @@ __device__ __forceinline__ void weigh_rows(const Mamba2StepParams& p, char* smem
         if (t > lane) weight *= decay;
         if (lane <= t) coef[lane * stride + t] = weight * (kOneToken ? 1.0f : BC[t * p.shared.rows_cap + lane]);
     }
-    if (lane < tokens) reinterpret_cast<float*>(smem + p.shared.decay)[k * stride + lane] = behind * up_to;
+    const float of_state = kScaled ? behind * up_to * scale : behind * up_to;
+    if (lane < tokens) reinterpret_cast<float*>(smem + p.shared.decay)[k * stride + lane] = of_state;
 }
 
 //! The block's heads are weighed by its warps, one after another by each, the first ones by the last warps (warp 0 has
 //! other things to begin). What the first kHeld heads of a warp need is asked for early.
-template <StepForm kForm>
+template <StepForm kForm, class state_t>
 struct HeadWeights {
     static constexpr int kHeld = 2;
+    static constexpr bool kScaled = sizeof(state_t) == sizeof(float);
     HeadScalars held[kHeld];
 
     static __device__ __forceinline__ int warps() { return blockDim.x / kWarp; }
@@ -141,6 +172,14 @@ struct HeadWeights {
         for (int i = 0; i < kHeld; ++i) {
             const int k = first_head() + i * warps();
             if (k < b.heads) held[i].load_token(p, b, b.first_head + k);
+        }
+    }
+
+    __device__ __forceinline__ void load_scales(const Mamba2StepParams& p, const StepBlock& b) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const int k = first_head() + i * warps();
+            if (kScaled && k < b.heads) held[i].load_scale(p, b, b.first_head + k);
         }
     }
 
@@ -156,11 +195,12 @@ struct HeadWeights {
     __device__ __forceinline__ void weigh(const Mamba2StepParams& p, char* smem, const StepBlock& b) {
 #pragma unroll 1
         for (int k = first_head(); k < b.heads; k += warps()) {
-            weigh_rows<kForm>(p, smem, b, k, held[0], TokenStep(p, b, held[0]));
+            weigh_rows<kForm, kScaled>(p, smem, b, k, held[0], TokenStep(p, b, held[0]));
             held[0] = held[1];
             const int next = k + kHeld * warps();
             if (next >= b.heads) continue;
             held[1].load_token(p, b, b.first_head + next);
+            if (kScaled) held[1].load_scale(p, b, b.first_head + next);
             held[1].load_ring(p, b, b.first_head + next);
         }
     }

@@ -98,8 +98,8 @@ def test_top_level_is_what_tensorrt_llm_reads(converted: Path) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_size": 8,
-        # Room for our slots (test_trtllm_budget.py): 6,656 bytes in pools of 192 * state_size and 224 * (kernel - 1).
-        "state_size": 35,
+        # Room for our slots (test_trtllm_budget.py): 6,784 bytes in pools of 192 * state_size and 224 * (kernel - 1).
+        "state_size": 36,
         "conv_kernel": 6,
         "rnn_hidden_size": 48,
         "rnn_head_size": 8,
@@ -121,7 +121,7 @@ def test_attention_free_and_rotary_configs(saved: dict[str, Path]) -> None:
     assert (data["num_attention_heads"], data["head_size"]) == (1, 32)
     rotary = trtllm_config(read_hf_config(saved["qwen3_5"]), window=5)
     assert (rotary["position_embedding_type"], rotary["rotary_pct"]) == ("rope_gpt_neox", 0.25)
-    assert (rotary["rnn_hidden_size"], rotary["rnn_head_size"], rotary["state_size"]) == (32, 8, 38)
+    assert (rotary["rnn_hidden_size"], rotary["rnn_head_size"], rotary["state_size"]) == (32, 8, 39)
     assert rotary["replayssm"]["window"] == 5
 
 

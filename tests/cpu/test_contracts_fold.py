@@ -161,6 +161,22 @@ def test_prefill_then_decode_is_one_prefill(kind: str, split: int) -> None:
     assert torch.equal(torch.cat([first, rest]), whole)
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "gated_delta"])
+def test_a_state_is_what_its_scale_makes_of_it(kind: str) -> None:
+    """Elements times 2^5 with a scale of 2^-5, as a kernel may leave them: the outputs and checkpoints of scale 1."""
+    spec = small_spec(kind, window=4, spec_len=2)
+    inputs = make_inputs(spec, 2, 20)
+    plain, scaled = Decoder(inputs), Decoder(inputs)
+    for steps in (3, 1, 6):
+        assert torch.equal(plain.run(2, steps), scaled.run(2, steps))
+        assert_same_bits(scaled.pool.checkpoint(), plain.pool.checkpoint())
+        assert_same_bits(scaled.state(1), plain.state(1))
+        scaled.pool["state"].mul_(32.0)
+        scaled.pool["state_scale"].mul_(1 / 32)
+        assert not torch.equal(scaled.pool["state"], plain.pool["state"])
+        assert_same_bits(scaled.pool.checkpoint(scaled.slots), plain.pool.checkpoint(plain.slots))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_scan_resumes_behind_ring_rows(kind: str) -> None:
     """A scan that resumes folds the slot's committed and pending rows first, and leaves an empty ring."""

@@ -8,7 +8,6 @@ for that.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 
 import pytest
@@ -23,43 +22,22 @@ from replay_cases import (
     live_ring_rows,
     make_inputs,
     poison,
+    raw_state,
     ring_regions,
     strided_views,
 )
-from step_emulator import StepLibrary
 
 from trtllm_replayssm import RecurrenceSpec, ReplayError, SlotLayout, kernels, reference
-from trtllm_replayssm.kernels import StepTuning, gated_delta, library, mamba2, state, tensors
+from trtllm_replayssm.kernels import StepTuning
 from trtllm_replayssm.pool import StatePool, torch_dtype
+
+pytest_plugins = ("step_emulator",)
 
 KINDS = {
     "gdn": ("gated_delta", {}),
     "kda": ("kimi_delta", {}),
     "kda-bounded": ("kimi_delta", {"gate": "bounded"}),
 }
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> StepLibrary:
-    out = StepLibrary(tmp_path_factory.mktemp("step"))
-    out.build()
-    return out
-
-
-@pytest.fixture
-def emulated(built, monkeypatch):
-    """CPU pools go to the emulated library; call it with a path for another one."""
-
-    def use(path):
-        bound = library.bind(path)
-        monkeypatch.setattr(library, "load", lambda: bound)
-
-    for module in (mamba2, gated_delta, state):
-        monkeypatch.setattr(module, "on_gpu", lambda pool: True)
-    monkeypatch.setattr(tensors, "stream_of", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    use(built.folder / "step.so")
-    return use
 
 
 def spec_of(kind: str, *sizes: int, **options) -> RecurrenceSpec:
@@ -102,7 +80,7 @@ def decode(spec: RecurrenceSpec, steps: int, tuning: StepTuning, regime: str = "
     for op, pool in zip((kernels, reference), pools, strict=True):
         op.materialize(pool, torch.tensor(own), counts, torch.tensor([1, 0]))
     assert torch.equal(pools[0]["cursor"][:2], pools[1]["cursor"][:2])
-    ours, theirs = (pool["state"][:2] for pool in pools)
+    ours, theirs = (pool.checkpoint(torch.tensor([0, 1])) for pool in pools)
     assert_close(ours.float(), theirs.double(), spec.state_dtype, scale=2.0 * eps_scale, what="state")
 
 
@@ -151,7 +129,7 @@ def test_decays_near_one_and_near_zero(emulated, kind, regime):
 
 
 def final_state(spec: RecurrenceSpec, pattern: tuple[int, ...], tuning: StepTuning) -> torch.Tensor:
-    """States after 18 tokens in steps of the pattern's lengths; the same values whatever the dtypes."""
+    """States and scales after 18 tokens in steps of the pattern's lengths; the same values whatever the dtypes."""
     base = RecurrenceSpec(spec.kind, spec.nheads, spec.ngroups, spec.headdim, spec.dstate, gate=spec.gate)
     inputs, act = make_inputs(base, 2, 18, seed=5), torch_dtype(spec.act_dtype)
     tokens = {n: v.to(act) if n in "qkv" else v for n, v in inputs.tokens.items()}
@@ -164,7 +142,7 @@ def final_state(spec: RecurrenceSpec, pattern: tuple[int, ...], tuning: StepTuni
         kernels.gated_delta_step(pool, slots, **step, **inputs.params, tuning=tuning)
         at, i = at + count, i + 1
     kernels.materialize(pool, slots, torch.full_like(slots, -1), slots)
-    return pool["state"].clone()
+    return raw_state(pool, slots)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -267,7 +245,7 @@ def test_what_the_library_refuses(emulated):
 @pytest.mark.parametrize(
     "header, old, new",
     [
-        ("fold.cuh", "__fsub_rn(v_own, part[0])", "__fadd_rn(v_own, part[0])"),
+        ("fold.cuh", "__fsub_rn(v_own, held)", "__fadd_rn(v_own, held)"),
         (
             "step_prepare.cuh",
             "acc.add(g);\n            }\n        }\n        value[2 * i]",
@@ -329,10 +307,10 @@ def steps_of(pool: StatePool, slots: list[int], inputs: Inputs, first: int, last
 
 
 def folded(pool: StatePool, slots: list[int]) -> torch.Tensor:
-    """The checkpoints of ``slots`` after a fold of everything, in place."""
+    """What ``slots`` hold of their checkpoints after a fold of everything, in place."""
     index = torch.tensor(slots, dtype=torch.int32)
     kernels.materialize(pool, index, torch.full_like(index, -1), index)
-    return pool["state"][slots].clone()
+    return raw_state(pool, index)
 
 
 SMALL = [("gdn", (2, 1, 16, 16)), ("kda", (2, 1, 16, 16)), ("gdn", (2, 1, 128, 128)), ("kda", (2, 1, 128, 128))]

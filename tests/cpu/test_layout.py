@@ -104,9 +104,13 @@ def test_regions_of_each_kind() -> None:
         "read_copy": ("float8_e4m3", (6, 16, 24)),
         "read_scale": ("float32", (6, 16)),
     }
+    scale = {"state_scale": ("float32", (6, CURSOR_COPIES))}
     for kind, rings in expected.items():
         layout = SlotLayout(RecurrenceSpec(kind, **shape, read_copy="fp8_e4m3"))
-        assert {r.name: (r.dtype, r.shape) for r in layout.regions} == {**common, **rings}
+        own = rings if kind == "kimi_delta" else {**scale, **rings}
+        assert {r.name: (r.dtype, r.shape) for r in layout.regions} == {**common, **own}
+        for dtype in ("bfloat16", "float16"):
+            assert "state_scale" not in SlotLayout(RecurrenceSpec(kind, **shape, state_dtype=dtype))
     assert "read_scale" not in SlotLayout(RecurrenceSpec("mamba2", **shape, read_copy="bf16"))
     assert "read_copy" not in SlotLayout(RecurrenceSpec("mamba2", **shape))
     conv = ConvLayout(ConvSpec(72, kernel=3, spec_len=2))
@@ -149,9 +153,9 @@ def test_packed_struct_parses_back() -> None:
     codes = dict(enumerate(DTYPE_BYTES, start=1))
     for layout in LAYOUTS:
         data = bytes(layout)
-        assert len(data) == HEAD.size + len(REGION_NAMES) * REGION.size == 32 + 14 * 64
+        assert len(data) == HEAD.size + len(REGION_NAMES) * REGION.size == 32 + 15 * 64
         magic, version, count, slot_bytes, rows = HEAD.unpack_from(data)
-        assert (magic, version, count, slot_bytes) == (b"RSSMSLOT", LAYOUT_VERSION, 14, layout.slot_bytes)
+        assert (magic, version, count, slot_bytes) == (b"RSSMSLOT", LAYOUT_VERSION, 15, layout.slot_bytes)
         assert rows == (layout.spec.ring_rows if isinstance(layout, SlotLayout) else layout.spec.columns)
         for i, name in enumerate(REGION_NAMES):
             offset, nbytes, dtype, rank, *rest = REGION.unpack_from(data, HEAD.size + i * REGION.size)
@@ -238,8 +242,8 @@ TEXTS: list[tuple[str, str]] = [
     ("[1]", "layout text must be a JSON object"),
     (_changed(layout="conv"), "layout is 'conv'; this reads 'slot'"),
     (_changed(layout=...), "layout is None; this reads 'slot'"),
-    (_changed(version=0), "version is 0; it must be 1"),
-    (_changed(version=...), "version is None; it must be 1"),
+    (_changed(version=0), "version is 0; it must be 2"),
+    (_changed(version=...), "version is None; it must be 2"),
     (_changed(spec=...), "RecurrenceSpec needs kind, nheads"),
     (_changed(spec=[]), "RecurrenceSpec data is list"),
     (
@@ -265,7 +269,7 @@ def test_json_refused(text: str, message: str) -> None:
 def test_unknown_region_and_wrong_spec() -> None:
     layout = SlotLayout(ODD[0].spec())
     with pytest.raises(
-        ReplayError, match="region 'ring_v' is not in this layout; it has cursor, state, ring_x, ring_b"
+        ReplayError, match="region 'ring_v' is not in this layout; it has cursor, state, state_scale, ring_x, ring_b"
     ):
         layout["ring_v"]
     with pytest.raises(ReplayError, match="spec is ConvSpec; it must be a RecurrenceSpec"):

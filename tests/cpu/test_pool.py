@@ -67,7 +67,9 @@ def test_pool_in_the_middle_of_other_memory() -> None:
 
 
 def test_missing_region() -> None:
-    with pytest.raises(ReplayError, match="region 'ring_k' is not in this layout; it has cursor, state, read_copy"):
+    with pytest.raises(
+        ReplayError, match="region 'ring_k' is not in this layout; it has cursor, state, state_scale, read_copy"
+    ):
         StatePool.allocate(LAYOUTS[0], 1)["ring_k"]
 
 

@@ -55,7 +55,9 @@ def faults(done: subprocess.CompletedProcess[str]) -> list[str]:
     if done.returncode != 0:
         return [done.stderr or f"ended with {done.returncode}"]
     measures = dict(line.split() for line in done.stdout.splitlines())
-    found = [f"{name} {measures[name]}" for name in ("not_finite", "cursors", "touched") if measures[name] != "0"]
+    found = [
+        f"{name} {measures[name]}" for name in ("not_finite", "cursors", "scales", "touched") if measures[name] != "0"
+    ]
     for name, bound in (("output", OUTPUT_BOUND), ("state", STATE_BOUND)):
         if not float(measures[name]) <= bound:
             found.append(f"{name} {measures[name]} > {bound:.3e}")
@@ -84,7 +86,8 @@ def test_bits_depend_neither_on_heads_per_block_nor_on_which_warp_is_ahead(progr
     assert len(set(outputs.values())) == 1, outputs
 
 
-# What each must be caught by: the state's bound, the banks of a matrix access, both bounds, NaN of unwritten memory.
+# What each must be caught by: the state's bound, the banks of a matrix access, both bounds, NaN of unwritten memory,
+# both bounds, the scales.
 CORRUPTIONS = {
     "a bf16 term of the state's input less": (
         "tensor_core.cuh",
@@ -102,6 +105,8 @@ CORRUPTIONS = {
         "self().meet();  // decayed scores are there",
         "",
     ),
+    "an initial state without its scale": ("scan_mma_state.cuh", "    multiply(scale);\n", ""),
+    "a scale that stays": ("scan_mma_state.cuh", "[w.lane()] = 1.0f;", "[w.lane()];"),
 }
 
 

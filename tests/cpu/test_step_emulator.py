@@ -1,8 +1,8 @@
 """The Mamba-2 step kernels and materialize, their own CUDA source, run on the CPU and compared with the recurrence.
 
-Oracle: the fold's own operations for the checkpoint (equal bits), double precision for outputs. tests/emulator stands
-in for the GPU: threads as fibers, products as the PTX manual describes them. Not seen here: fences, copies in flight,
-and what the compiler for GPUs makes of the source; tests/gpu is for that.
+Oracle: the fold's own operations for the checkpoint and its scale (equal bits), double precision for outputs.
+tests/emulator stands in for the GPU: threads as fibers, products as the PTX manual describes them. Not seen here:
+fences, copies in flight, and what the compiler for GPUs makes of the source; tests/gpu is for that.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ OUTPUT_BOUND = 2.0**-17
 
 LONG_WINDOW = {"window": 64, "histories": LONG}
 FAR = {"slot-gap": 2**31 + 4096}
+# Every row but the padding folds 32 rows or more.
+WILD = {"decays": "wild", "window": 64, "histories": "62,1,63,31,60"}
 CASES = {
     **{f"tokens-{tokens}": {"tokens": tokens} for tokens in (1, 2, 3, 4, 5, 8)},
     "one-token-long-window": {"tokens": 1, "window": 64, "histories": LONG},
@@ -45,8 +47,22 @@ CASES = {
     "fourteen-heads-a-group": {"heads": 14, "groups": 1, "heads-per-block": 7, "tokens": 1},
     "fourteen-heads-a-group-several-tokens": {"heads": 14, "groups": 1, "heads-per-block": 2},
     "one-group-each-and-many-rows": {"heads": 8, "groups": 8, "heads-per-block": 1, "histories": "3,0,9,15,0,11,15"},
-    "growing": {"growing": 1},
-    "growing-one-token": {"growing": 1, "tokens": 1},
+    "growing": {"decays": "growing"},
+    "growing-one-token": {"decays": "growing", "tokens": 1, "window": 64, "histories": "63,1,63"},
+    "wild": {"decays": "wild"},
+    "wild-one-token": {"decays": "wild", "tokens": 1, "histories": "0,5,15,15,13"},
+    "wild-long-window": {"tokens": 5, **WILD},
+    "wild-wide-one-token": {"decays": "wild", "dstate": 256, "tokens": 1, "heads": 2},
+    "wild-conventional": {"decays": "wild", "window": 1, "tokens": 1, "histories": "0,0,0,0,0"},
+    "wild-generic": {
+        "decays": "wild",
+        "generic": 1,
+        "headdim": 48,
+        "dstate": 96,
+        "tokens": 1,
+        "histories": "5,5,15,15",
+    },
+    "wild-generic-five-tokens": {"generic": 1, "tokens": 5, **WILD},
     "slots-past-4-gib": FAR,
     "slots-past-4-gib-one-token": {**FAR, "tokens": 1},
     "generic": {"generic": 1},
@@ -66,7 +82,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(program: Path, **changes: object) -> subprocess.CompletedProcess[str]:
     options: dict[str, object] = {"heads": 4, "groups": 2, "headdim": 64, "dstate": 128, "heads-per-block": 2}
     options |= {"tokens": 4, "window": 16, "state": "fp32", "gate": 1, "first-warp": "first", "histories": HISTORIES}
-    options |= {"growing": 0, "slot-gap": 0, "generic": 0}
+    options |= {"decays": "usual", "slot-gap": 0, "generic": 0}
     options |= changes
     if options["heads"] == 2:
         options |= {"groups": 1}
@@ -79,7 +95,7 @@ def faults(done: subprocess.CompletedProcess[str]) -> list[str]:
     if done.returncode != 0:
         return [done.stderr or f"ended with {done.returncode}"]
     measures = dict(line.split() for line in done.stdout.splitlines())
-    exact = ("not_finite", "states", "cursors", "rings", "touched", "materialized")
+    exact = ("not_finite", "states", "scales", "cursors", "rings", "touched", "materialized")
     found = [f"{name} {measures[name]}" for name in exact if measures[name] != "0"]
     if not float(measures["output"]) <= OUTPUT_BOUND:
         found.append(f"output {measures['output']} > {OUTPUT_BOUND:.3e}")
@@ -105,10 +121,27 @@ def test_step_agrees_with_the_recurrence(program: Path, case: dict[str, object],
         ("step_parts.cuh", "if (!kOneToken && j > t0 + u && j < tokens) continue;", "", {"generic": 1}),
         ("materialize_kernel.cuh", "clamp_count(count,", "clamp_count(-1,", {}),
         ("ring_fold.cuh", "ring_row(origin, base, pool.ring_rows)", "origin", LONG_WINDOW),
+        ("ring_fold.cuh", "[quarter] = scale;", "[0] = scale;", {}),
+        ("fold.cuh", "multiply(source.row->renew);", "", WILD),
+        (
+            "step_weigh.cuh",
+            "rows[b.plan.committed].renew = scale;",
+            "rows[b.plan.committed].renew = 1;",
+            {"state": "bf16"},
+        ),
+        ("head_scale.cuh", "if (lane < j && renews) end = min(end, j);", "", WILD),
+        ("step_weigh.cuh", "scale = kScaled ? scalars.scale : 1.0f;\n#pragma", "scale = 1.0f;\n#pragma", {}),
+        ("step_weigh.cuh", "behind * up_to * scale :", "behind * up_to :", {}),
+        ("step_weigh.cuh", "b.split * kCopies + lane", "b.split * kCopies", {}),
+        ("state_scale.cuh", "next >= kLeastScale", "next > 0.0f", WILD),
+        ("state_scale.cuh", "next <= kMostScale", "next <= 2.0f * kMostScale", {**WILD, "decays": "growing"}),
     ],
     ids=[
         *("later-tokens", "dead-rows", "halves", "second-term", "32-bit-slots"),
         *("guessed-slot", "later-tokens-generic", "materialized-count", "later-batches"),
+        *("other-copies-batch", "renewal", "end-of-a-16-bit-fold"),
+        *("runs-of-rows", "scale-of-the-slot", "scale-of-the-outputs", "other-copies"),
+        *("least-scale", "most-scale"),
     ],
 )
 def test_teeth(tmp_path: Path, header: str, old: str, new: str, changes: dict[str, object]) -> None:

@@ -344,6 +344,20 @@ T __shfl_down_sync(unsigned, T value, int distance) {
         [=](int lane) { return lane + distance < emulator::kLanes ? lane + distance : lane; });
 }
 
+inline bool __all_sync(unsigned, bool value) {
+    struct Vote {
+        bool in, out;
+    } mine{value, false};
+    emulator::meet_warp("__all_sync", &mine, [](Vote** lanes) {
+        bool all = true;
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            all = all && lanes[lane]->in;
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            lanes[lane]->out = all;
+    });
+    return mine.out;
+}
+
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
     unsigned out = 0;

@@ -95,6 +95,9 @@ struct Case {
     explicit Case(const Options& options);
     int sequences() const { return static_cast<int>(options.lengths.size()); }
     int group_of(int head) const { return head / (options.heads / options.groups); }
+    //! The scale that a sequence's slot begins with: near 1, or so near the
+    //! lower end of its range that folds renew it.
+    static float first_scale(int head) { return head % 2 ? 1.0f / 60000 : 1.7f; }
     int gates() const { return options.kda ? options.dstate : 1; } // of a head
     const char* slot(int sequence) const { return memory.data() + pool.stride_bytes * slots[sequence]; }
     char* slot(int sequence) { return memory.data() + pool.stride_bytes * slots[sequence]; }
@@ -211,6 +214,7 @@ void Case::lay_out_pool() {
     pool.ring_rows = pool.scalar_stride = kRingRows;
     pool.cursor = take(H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
     pool.state = take(H * V * K * 4);
+    if (!options.kda) pool.state_scale = take(H * kCursorCopies * 4);
     pool.ring_k = take(G * kRingRows * K * 2);
     pool.ring_k_rnorm = take(G * kRingRows * 4);
     pool.ring_v = take(H * kRingRows * V * 2);
@@ -229,7 +233,10 @@ void Case::fill_slot(int sequence) {
     char* at = slot(sequence);
     auto* cursors = reinterpret_cast<Cursor*>(at + pool.cursor);
     std::fill(cursors, cursors + H * kCursorCopies, Cursor{kOrigin, kHistory, kPending, kWindow});
-    std::generate_n(reinterpret_cast<float*>(at + pool.state), H * V * K, [&] { return normal(); });
+    for (int i = 0; i < H * V * K; ++i)
+        reinterpret_cast<float*>(at + pool.state)[i] = normal() / (options.kda ? 1.0f : first_scale(i / (V * K)));
+    for (int i = 0; i < H * kCursorCopies && !options.kda; ++i)
+        reinterpret_cast<float*>(at + pool.state_scale)[i] = first_scale(i / kCursorCopies);
     const auto fill = [&](int64_t region, int blocks, int row, int width, auto value) {
         for (int i = 0; i < blocks * width; ++i) {
             auto made = value();
@@ -384,6 +391,12 @@ std::vector<double> normalised(const Bf16* row, int K, double scale) {
     return out;
 }
 
+//! What the elements in a slot are multiplied by.
+double state_scale(const Case& c, const char* slot, int head) {
+    if (c.pool.state_scale < 0) return 1.0;
+    return reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies];
+}
+
 //! What the sequence starts from; slot: as it was before the kernel ran.
 HeadState initial_state(const Case& c, const std::vector<char>& memory, int sequence, int head) {
     const int V = c.options.headdim, K = c.options.dstate, group = c.group_of(head), gates = c.gates();
@@ -392,7 +405,7 @@ HeadState initial_state(const Case& c, const std::vector<char>& memory, int sequ
     const char* slot = memory.data() + c.pool.stride_bytes * c.slots[sequence];
     const auto floats = [&](int64_t region) { return reinterpret_cast<const float*>(slot + region); };
     for (int i = 0; i < V * K; ++i)
-        state.S[i] = floats(c.pool.state)[head * V * K + i];
+        state.S[i] = floats(c.pool.state)[head * V * K + i] * state_scale(c, slot, head);
     for (int j = 0; j < kHistory + kPending; ++j) {
         const int at = (kOrigin + j) % kRingRows;
         const auto* k = reinterpret_cast<const Bf16*>(slot + c.pool.ring_k) + (group * kRingRows + at) * K;
@@ -422,7 +435,8 @@ struct Measures {
     double output = 0; // largest error beyond rounding to bf16, over the rms of
                        // the head's outputs in the sequence
     double state = 0;  // largest ||error|| / ||state|| of a head of a sequence
-    int not_finite = 0, cursors = 0, touched = 0;
+    int not_finite = 0, touched = 0;
+    int cursors = 0; // copies of cursor and scale that are not as they have to be
 };
 
 void compare_head(const Case& c, HeadState state, int sequence, int head, Measures& out) {
@@ -448,7 +462,8 @@ void compare_head(const Case& c, HeadState state, int sequence, int head, Measur
     const char* slot = c.slot(sequence);
     double error = 0, norm = 1e-300;
     for (int i = 0; i < V * K; ++i) {
-        const double got = reinterpret_cast<const float*>(slot + c.pool.state)[head * V * K + i];
+        const double got =
+            reinterpret_cast<const float*>(slot + c.pool.state)[head * V * K + i] * state_scale(c, slot, head);
         out.not_finite += !std::isfinite(got);
         error += (got - state.S[i]) * (got - state.S[i]);
         norm += state.S[i] * state.S[i];
@@ -458,6 +473,10 @@ void compare_head(const Case& c, HeadState state, int sequence, int head, Measur
     for (int copy = 0; copy < kCursorCopies; ++copy) {
         const Cursor& k = cursor[copy];
         out.cursors += k.origin != 0 || k.history != 0 || k.pending != 0 || k.limit != kWindow;
+        if (c.pool.state_scale < 0) continue;
+        const float scale = reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
+        out.cursors += scale != static_cast<float>(state_scale(c, slot, head)) ||
+            !(scale >= kLeastScale && scale <= kMostScale) || (c.options.kernel == "chunk" && scale != 1.0f);
     }
 }
 
@@ -466,10 +485,12 @@ void compare_head(const Case& c, HeadState state, int sequence, int head, Measur
 int count_touched(const Case& c, std::vector<char> before) {
     int touched = 0;
     for (int i = 0; i < c.sequences(); ++i) {
-        if (c.slots[i] >= 0) { // cursors and state are what the kernel writes of a
-                               // slot; they come first
+        if (c.slots[i] >= 0) { // cursors, state and scales are what the kernel
+                               // writes of a slot; they come first
             const int64_t slot = c.pool.stride_bytes * c.slots[i];
-            const int64_t written = c.pool.state + 4ll * c.options.heads * c.options.headdim * c.options.dstate;
+            const int64_t state_end = c.pool.state + 4ll * c.options.heads * c.options.headdim * c.options.dstate;
+            const int64_t written =
+                c.pool.state_scale < 0 ? state_end : c.pool.state_scale + 4ll * c.options.heads * kCursorCopies;
             std::copy_n(c.memory.begin() + slot, written, before.begin() + slot);
         }
         for (int token = c.starts[i]; c.slots[i] < 0 && token < c.starts[i + 1]; ++token) {

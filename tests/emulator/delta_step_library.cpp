@@ -1,4 +1,4 @@
-//! What the emulated library of the GDN and KDA step has beside the sources of
+//! What the emulated library of the GDN and KDA kernels has beside the sources of
 //! plugins/: shared memory, and an end for launches of kernels that are not in
 //! it; emulated_blocks(): of the last launch's grid.
 #include "gated_delta_replay/params.h"
@@ -8,7 +8,6 @@ namespace replayssm {
 
 alignas(1024) char smem[227 * 1024];
 
-void launch_gated_delta_scan(const GatedDeltaScanParams&, int, int, cudaStream_t) { emulator::fail("no scan here"); }
 void launch_mamba2_step(Mamba2StepParams, int, int, Mamba2StepTuning, cudaStream_t) { emulator::fail("no Mamba-2"); }
 void launch_mamba2_scan(const Mamba2ScanParams&, int, int, cudaStream_t) { emulator::fail("no Mamba-2"); }
 void launch_mamba2_materialize(const Mamba2MaterializeParams&, int, int, cudaStream_t) { emulator::fail("no Mamba-2"); }

@@ -21,6 +21,7 @@ struct DeviceLimits {
     int multiprocessors = 132;
     int block_shared_bytes = kLaunchSharedBytes;
     bool early_launch = true;
+    bool warpgroups = true;
 };
 
 inline DeviceLimits device_limits() {

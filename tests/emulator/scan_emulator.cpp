@@ -9,7 +9,7 @@
 //! Memory that the kernel must not read (rows behind the last token, tokens of
 //! padding, gaps between tokens, unused slots and ring rows, shared memory
 //! before its first write) holds NaN. Every second sequence starts from its
-//! slot: a state, and ring rows that are folded into it. Of four or more
+//! slot: a state, its scale, and ring rows that are folded into it. Of four or more
 //! sequences the third is padding (slot -1).
 #include "cuda_on_host.h"
 
@@ -88,6 +88,7 @@ struct Case {
     int group_of(int head) const { return head / (options.heads / options.groups); }
     char* slot(int sequence) { return memory.data() + pool.stride_bytes * slots[sequence]; }
     float* state(int sequence) { return reinterpret_cast<float*>(slot(sequence) + pool.state); }
+    float* scales(int sequence) { return reinterpret_cast<float*>(slot(sequence) + pool.state_scale); }
 
     Options options;
     std::mt19937 random{1};
@@ -178,7 +179,8 @@ void Case::lay_out_pool() {
     pool.slots = sequences() + 2;
     pool.ring_rows = pool.ring_dt_stride = kRingRows;
     pool.state = end_of(pool.cursor, H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
-    pool.ring_x = end_of(pool.state, H * P * N * 4);
+    pool.state_scale = end_of(pool.state, H * P * N * 4);
+    pool.ring_x = end_of(pool.state_scale, H * kCursorCopies * 4);
     pool.ring_b = end_of(pool.ring_x, H * kRingRows * P * 2);
     pool.ring_dt = end_of(pool.ring_b, options.groups * kRingRows * N * 2);
     pool.stride_bytes = end_of(pool.ring_dt, H * kRingRows * 4);
@@ -194,6 +196,8 @@ void Case::fill_slot(int sequence) {
     auto* cursors = reinterpret_cast<Cursor*>(at + pool.cursor);
     std::fill(cursors, cursors + H * kCursorCopies, Cursor{kOrigin, kHistory, kPending, kWindow});
     std::generate_n(state(sequence), H * P * N, [&] { return normal(); });
+    for (int i = 0; i < H * kCursorCopies; ++i)
+        scales(sequence)[i] = i % kCursorCopies ? scales(sequence)[i - 1] : std::exp2(3.0f * normal());
     const auto fill = [&](int64_t region, int blocks, int row, int width) {
         for (int i = 0; i < blocks * width; ++i) {
             const int element = (i / width * kRingRows + row) * width + i % width;
@@ -293,8 +297,9 @@ StateRow initial_row(const Case& c, const std::vector<char>& memory, int sequenc
     if (!c.has_initial[sequence]) return row;
     const char* slot = memory.data() + c.pool.stride_bytes * c.slots[sequence];
     const auto* state = reinterpret_cast<const float*>(slot + c.pool.state);
+    const float scale = reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies];
     for (int n = 0; n < o.dstate; ++n) {
-        row.value[n] = state[(head * o.headdim + channel) * o.dstate + n];
+        row.value[n] = static_cast<double>(scale) * state[(head * o.headdim + channel) * o.dstate + n];
         row.magnitude[n] = std::fabs(row.value[n]);
     }
     for (int j = 0; j < kHistory + kPending; ++j) {
@@ -311,7 +316,7 @@ StateRow initial_row(const Case& c, const std::vector<char>& memory, int sequenc
 struct Measures {
     double output = 0, state = 0; // largest error over magnitude; an output's
                                   // beyond rounding to bf16
-    int not_finite = 0, cursors = 0, touched = 0;
+    int not_finite = 0, cursors = 0, scales = 0, touched = 0;
 
     void output_error(double got, double want, double magnitude) {
         if (!std::isfinite(got)) ++not_finite;
@@ -348,6 +353,8 @@ void compare_row(const Case& c, StateRow row, int sequence, int head, int channe
     for (int copy = 0; copy < kCursorCopies; ++copy) {
         const Cursor& k = cursor[copy];
         out.cursors += k.origin != 0 || k.history != 0 || k.pending != 0 || k.limit != kWindow;
+        const float scale = reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
+        out.scales += scale != 1.0f;
     }
 }
 
@@ -356,12 +363,14 @@ void compare_row(const Case& c, StateRow row, int sequence, int head, int channe
 int count_touched(const Case& c, std::vector<char> before) {
     int touched = 0;
     for (int i = 0; i < c.sequences(); ++i) {
-        if (c.slots[i] >= 0) { // cursors and state are what the kernel writes of a slot
+        if (c.slots[i] >= 0) { // cursors, state and scales are what the kernel writes of a slot
             const int64_t slot = c.pool.stride_bytes * c.slots[i], heads = c.options.heads;
             const int64_t cursors = heads * kCursorCopies * static_cast<int64_t>(sizeof(Cursor));
             const int64_t state = heads * c.options.headdim * c.options.dstate * 4;
             std::copy_n(c.memory.begin() + slot, cursors, before.begin() + slot);
             std::copy_n(c.memory.begin() + slot + c.pool.state, state, before.begin() + slot + c.pool.state);
+            const int64_t scales = heads * kCursorCopies * 4, at = slot + c.pool.state_scale;
+            std::copy_n(c.memory.begin() + at, scales, before.begin() + at);
         }
         for (int token = c.starts[i]; c.slots[i] < 0 && token < c.starts[i + 1]; ++token) {
             for (int at = 0; at < c.channels - kGap; ++at)
@@ -400,9 +409,9 @@ int main(int argc, char** argv) {
         }
     }
     const uint64_t hash = hash_bytes(14695981039346656037ull, c.y.data(), c.y.size() * sizeof(Bf16));
-    std::printf("output %.3e\nstate %.3e\nnot_finite %d\ncursors %d\ntouched "
+    std::printf("output %.3e\nstate %.3e\nnot_finite %d\ncursors %d\nscales %d\ntouched "
                 "%d\nhash %016llx\n",
-        measures.output, measures.state, measures.not_finite, measures.cursors, count_touched(c, before),
-        static_cast<unsigned long long>(hash_bytes(hash, c.memory.data(), c.memory.size())));
+        measures.output, measures.state, measures.not_finite, measures.cursors, measures.scales,
+        count_touched(c, before), static_cast<unsigned long long>(hash_bytes(hash, c.memory.data(), c.memory.size())));
     return 0;
 }

@@ -1,20 +1,21 @@
 //! Runs the Mamba-2 step kernels on a CPU on one made-up case and compares them
-//! with the recurrence: outputs in double precision, checkpoints to the bit.
-//! Then materializes from the slots that the step left, checkpoints to the bit
-//! again. Prints a line `name value` for each measure;
-//! tests/cpu/test_step_emulator.py knows the bounds.
+//! with the recurrence: outputs in double precision, checkpoints to the bit (an
+//! fp32 state and its scale). Then materializes from the slots that the step
+//! left, checkpoints to the bit again. Prints a line `name value` for each
+//! measure; tests/cpu/test_step_emulator.py knows the bounds.
 //!
 //!   step_emulator --heads 4 --groups 2 --headdim 64 --dstate 128
 //!   --heads-per-block 2 --tokens 4 --window 16 --generic 0
-//!                 --state fp32 --gate 1 --growing 0 --slot-gap 0 --first-warp
-//!                 first --histories 0,5,12,16
+//!                 --state fp32 --gate 1 --decays usual --slot-gap 0
+//!                 --first-warp first --histories 0,5,12,16
 //!
 //! generic: the kernel for any sizes, otherwise the tuned one.
 //! Row i has histories[i] live ring rows, which wrap around the ring's end, and
 //! two pending ones, one of which stays. The second row of more than two is
 //! padding (slot -1). Memory that the kernel must not read holds NaN. slot-gap:
-//! bytes between slots, in memory of which only what is used exists. growing: A
-//! > 0.
+//! bytes between slots, in memory of which only what is used exists. decays:
+//! usual; growing: A > 0; wild: any from row to row, 0 and 1 included. Head 0 of
+//! the first row has a state and a scale of zero.
 #include "cuda_on_host.h"
 
 #include "mamba2_replay/materialize_kernel.cuh"
@@ -40,7 +41,8 @@ constexpr unsigned char kPoison = 0xff; // NaN in every float type
 struct Options {
     int heads = 0, groups = 0, headdim = 0, dstate = 0, heads_per_block = 0, tokens = 0, window = 0;
     int64_t slot_gap = 0;
-    bool packed = false, gate = true, growing = false, last_warp_first = false, generic = false;
+    bool packed = false, gate = true, last_warp_first = false, generic = false;
+    std::string decays;
     std::vector<int> histories;
 };
 
@@ -70,7 +72,8 @@ Options parse(int argc, char** argv) {
     o.window = std::stoi(take("--window"));
     o.packed = take("--state") == "bf16";
     o.gate = take("--gate") == "1";
-    o.growing = take("--growing") == "1";
+    o.decays = take("--decays");
+    if (o.decays != "usual" && o.decays != "growing" && o.decays != "wild") refuse("unknown decays " + o.decays);
     o.generic = take("--generic") == "1";
     o.slot_gap = std::stoll(take("--slot-gap"));
     o.last_warp_first = take("--first-warp") == "last";
@@ -142,6 +145,7 @@ struct Case {
     void fill_slot(int row);
     void pad(int row);
     size_t state_bytes() const { return options.packed ? 2 : 4; }
+    float ring_step();
 };
 
 Case::Case(const Options& o) : options(o) {
@@ -153,7 +157,8 @@ Case::Case(const Options& o) : options(o) {
     pool.ring_rows = ring_rows;
     pool.ring_dt_stride = (ring_rows + 3) / 4 * 4;
     pool.state = end_of(0, H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
-    pool.ring_x = end_of(pool.state, H * P * N * static_cast<int64_t>(state_bytes()));
+    pool.state_scale = o.packed ? -1 : end_of(pool.state, H * P * N * 4);
+    pool.ring_x = o.packed ? end_of(pool.state, H * P * N * 2) : end_of(pool.state_scale, H * kCursorCopies * 4);
     pool.ring_b = end_of(pool.ring_x, H * ring_rows * P * 2);
     pool.ring_dt = end_of(pool.ring_b, o.groups * ring_rows * N * 2);
     const int64_t slot_bytes = end_of(pool.ring_dt, H * pool.ring_dt_stride * 4);
@@ -174,7 +179,7 @@ Case::Case(const Options& o) : options(o) {
     for (int64_t i = 0; i < rows() * T * H; ++i)
         dt.push_back(normal() - 2.0f);
     for (int h = 0; h < H; ++h) {
-        A.push_back(o.growing ? 0.05f * (h + 1) / H : -0.3f - 2.0f * (h + 1) / H);
+        A.push_back(o.decays == "growing" ? 0.5f * (h + 1) / H : -0.3f - 2.0f * (h + 1) / H);
         bias.push_back(normal());
     }
     for (int64_t i = 0; i < H * P; ++i)
@@ -203,6 +208,13 @@ void Case::pad(int row) {
     spoil(dt);
 }
 
+//! dt of a ring row. wild: decays near 1, of 1, 0.5, 0.001, of exactly 0 and any.
+float Case::ring_step() {
+    const float usual = 0.02f + 0.3f * std::fabs(normal()), some[] = {1e-5f, 0.0f, 0.3f, 3.5f, 400.0f};
+    const size_t i = options.decays == "wild" ? random() % 7 : 7;
+    return i < 5 ? some[i] : usual;
+}
+
 void Case::fill_slot(int row) {
     const int H = options.heads, P = options.headdim, N = options.dstate, history = options.histories[row];
     char* at = slot(row);
@@ -215,6 +227,14 @@ void Case::fill_slot(int row) {
         if (options.packed) reinterpret_cast<Bf16*>(at + pool.state)[i] = __float2bfloat16_rn(normal());
         if (!options.packed) reinterpret_cast<float*>(at + pool.state)[i] = normal();
     }
+    for (int i = 0; !options.packed && i < H * kCursorCopies; ++i) {
+        float& scale = reinterpret_cast<float*>(at + pool.state_scale)[i];
+        scale = i % kCursorCopies ? (&scale)[-1] : std::exp2(std::uniform_real_distribution<float>(-16, 16)(random));
+    }
+    if (row == 0) {
+        std::memset(at + pool.state, 0, P * N * state_bytes());
+        if (!options.packed) std::memset(at + pool.state_scale, 0, kCursorCopies * 4);
+    }
     for (int j = 0; j < history + kAccepted; ++j) {
         const int r = (origin + j) % ring_rows;
         for (int i = 0; i < H * P; ++i)
@@ -224,8 +244,7 @@ void Case::fill_slot(int row) {
             reinterpret_cast<Bf16*>(at + pool.ring_b)[(i / N * ring_rows + r) * N + i % N] =
                 __float2bfloat16_rn(normal());
         for (int h = 0; h < H; ++h)
-            reinterpret_cast<float*>(at + pool.ring_dt)[h * pool.ring_dt_stride + r] =
-                0.02f + 0.3f * std::fabs(normal());
+            reinterpret_cast<float*>(at + pool.ring_dt)[h * pool.ring_dt_stride + r] = ring_step();
     }
 }
 
@@ -373,27 +392,43 @@ float state_at(const Case& c, const char* slot, int64_t i) {
                             : reinterpret_cast<const float*>(slot + c.pool.state)[i];
 }
 
+//! The `copy`-th scale of a head: what its state is multiplied by.
+float scale_at(const Case& c, const char* slot, int head, int copy) {
+    if (c.options.packed) return 1.0f;
+    return reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
+}
+
 struct Measures {
     double output = 0; // largest error beyond rounding to bf16, over the sum of
                        // absolute values
-    int not_finite = 0, states = 0, cursors = 0, rings = 0, touched = 0, materialized = 0;
+    int not_finite = 0, states = 0, scales = 0, cursors = 0, rings = 0, touched = 0, materialized = 0;
 };
 
-//! Element n of channel `channel` of a head after the fold of `count` ring rows
-//! behind origin, as it is stored.
-float folded(const Case& c, const char* slot, int head, int channel, int n, int origin, int count) {
+struct Folded {
+    float state, scale;
+    double value() const { return static_cast<double>(scale) * state; }
+};
+
+//! Element n of channel `channel` of a head, and its scale, after the fold of
+//! `count` ring rows behind origin, as they are stored.
+Folded folded(const Case& c, const char* slot, int head, int channel, int n, int origin, int count) {
     const Options& o = c.options;
     const int N = o.dstate, P = o.headdim, R = c.ring_rows, group = head / (o.heads / o.groups);
     const auto* ring_x = reinterpret_cast<const Bf16*>(slot + c.pool.ring_x) + head * R * P + channel;
     const auto* ring_b = reinterpret_cast<const Bf16*>(slot + c.pool.ring_b) + group * R * N;
     const auto* ring_dt = reinterpret_cast<const float*>(slot + c.pool.ring_dt) + head * c.pool.ring_dt_stride;
     float S = state_at(c, slot, (static_cast<int64_t>(head) * P + channel) * N + n);
+    float scale = scale_at(c, slot, head, 0);
     for (int j = 0; j < count; ++j) {
         const int r = (origin + j) % R;
-        const float dtx = ring_dt[r] * static_cast<float>(value_of(ring_x[r * P]));
-        S = std::fma(dtx, static_cast<float>(value_of(ring_b[r * N + n])), expf(c.A[head] * ring_dt[r]) * S);
+        scale *= expf(c.A[head] * ring_dt[r]);
+        if (!(std::fabs(std::log2(scale)) <= 16.0f)) S *= scale, scale = 1.0f;
+        const float input = ring_dt[r] * (1.0f / scale);
+        const float w = input * static_cast<float>(value_of(ring_x[r * P]));
+        S = std::fma(w, static_cast<float>(value_of(ring_b[r * N + n])), S);
     }
-    return o.packed ? __bfloat162float(__float2bfloat16_rn(S)) : S;
+    if (!o.packed) return {S, scale};
+    return {count ? __bfloat162float(__float2bfloat16_rn(S * scale)) : S, 1.0f};
 }
 
 //! One channel of one head: the checkpoint by the fold's own operations,
@@ -406,14 +441,15 @@ void compare_channel(
     const auto* ring_x = reinterpret_cast<const Bf16*>(before + c.pool.ring_x) + head * R * P + channel;
     const auto* ring_b = reinterpret_cast<const Bf16*>(before + c.pool.ring_b) + group * R * N;
     const auto* ring_dt = reinterpret_cast<const float*>(before + c.pool.ring_dt) + head * c.pool.ring_dt_stride;
-    std::vector<float> stored(N);
+    std::vector<double> S(N), size(N);
     for (int n = 0; n < N; ++n) {
-        stored[n] = folded(c, before, head, channel, n, cursor.origin, c.flush(row) ? c.committed(row) : 0);
-        out.states += state_at(c, after, (static_cast<int64_t>(head) * P + channel) * N + n) != stored[n];
-    }
-    std::vector<double> S(stored.begin(), stored.end()), size(N);
-    for (int n = 0; n < N; ++n)
+        const Folded want = folded(c, before, head, channel, n, cursor.origin, c.flush(row) ? c.committed(row) : 0);
+        out.states += !(state_at(c, after, (static_cast<int64_t>(head) * P + channel) * N + n) == want.state);
+        for (int copy = 0; n == 0 && copy < kCursorCopies; ++copy)
+            out.scales += !(scale_at(c, after, head, copy) == want.scale);
+        S[n] = want.value();
         size[n] = std::fabs(S[n]);
+    }
     const auto fold = [&](double dt, double x, const Bf16* b) {
         const double decay = std::exp(c.A[head] * dt);
         for (int n = 0; n < N; ++n) {
@@ -518,9 +554,11 @@ int count_materialized(const Case& c, const Pairs& pairs, const std::vector<char
         written[pairs.dst[i]] = true;
         for (int64_t at = 0; at < static_cast<int64_t>(o.heads) * o.headdim * o.dstate; ++at) {
             const int row = static_cast<int>(at / o.dstate);
-            const float want = folded(
+            const Folded want = folded(
                 c, from, row / o.headdim, row % o.headdim, static_cast<int>(at % o.dstate), cursor.origin, count);
-            wrong += !(state_at(c, to, at) == want);
+            wrong += !(state_at(c, to, at) == want.state);
+            const int copy = static_cast<int>(at % kCursorCopies);
+            wrong += !(scale_at(c, to, row / o.headdim, copy) == want.scale);
         }
         const int limit = o.window - pairs.dst[i] % o.window;
         for (int k = 0; k < o.heads * kCursorCopies; ++k) {
@@ -554,9 +592,9 @@ int main(int argc, char** argv) {
     if (c.options.packed) run_materialize<Bf16>(c, pairs);
     if (!c.options.packed) run_materialize<float>(c, pairs);
     measures.materialized = count_materialized(c, pairs, stepped);
-    std::printf("output %.3e\nnot_finite %d\nstates %d\ncursors %d\nrings "
-                "%d\ntouched %d\nmaterialized %d\n",
-        measures.output, measures.not_finite, measures.states, measures.cursors, measures.rings, measures.touched,
-        measures.materialized);
+    std::printf("output %.3e\nnot_finite %d\nstates %d\nscales %d\ncursors %d\n"
+                "rings %d\ntouched %d\nmaterialized %d\n",
+        measures.output, measures.not_finite, measures.states, measures.scales, measures.cursors, measures.rings,
+        measures.touched, measures.materialized);
     return 0;
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from gpu_cases import DEVICE, STATE_SCALE, assert_untouched, random_slots
-from replay_cases import assert_close, assert_same_bits, make_inputs, ring_regions
+from replay_cases import assert_close, assert_same_bits, make_inputs, raw_state, ring_regions
 
 from trtllm_replayssm import RecurrenceSpec, SlotLayout, kernels, reference
 from trtllm_replayssm.pool import StatePool
@@ -57,7 +57,7 @@ def assert_same_delta_pool(a: StatePool, b: StatePool, slots: torch.Tensor) -> N
     """State, cursors and live ring rows of ``slots`` agree to the bit."""
     own = slots[slots >= 0].long()
     assert torch.equal(a["cursor"][own], b["cursor"][own]), "cursors differ"
-    assert_same_bits(a["state"][own], b["state"][own])
+    assert_same_bits(raw_state(a, own), raw_state(b, own))
     live = ~dead_rows(a, slots)[own]
     for name in ring_regions(a):
         mask = live.reshape(len(own), 1, -1, *[1] * (a[name].dim() - 3))
@@ -163,7 +163,7 @@ class DeltaRollout:
         copy = StatePool(self.pool.layout, self.pool.memory.clone())
         own = self.slots[self.live]
         kernels.materialize(copy, own, torch.full_like(own, count), own)
-        return copy["state"][own.long()]
+        return copy.checkpoint(own)
 
     def check_state(self) -> torch.Tensor:
         """Accept everything and compare the checkpoints with the oracle's state."""

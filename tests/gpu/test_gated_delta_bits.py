@@ -12,7 +12,7 @@ import torch
 from delta_bounds import ReadRows, assert_verify_equals_single_steps
 from gated_delta_cases import GATES, assert_same_delta_pool, delta_spec
 from gpu_cases import DEVICE, random_slots
-from replay_cases import REGIMES, Inputs, assert_same_bits, far_pool, make_inputs
+from replay_cases import REGIMES, Inputs, assert_same_bits, far_pool, make_inputs, raw_state
 
 from trtllm_replayssm import RecurrenceSpec, SlotLayout, kernels
 from trtllm_replayssm.kernels import StepTuning
@@ -62,7 +62,7 @@ class Run:
         """The checkpoints with ``count`` ring rows (-1: all) folded, on a copy."""
         copy = StatePool(self.pool.layout, self.pool.memory.clone())
         kernels.materialize(copy, self.slots, torch.full_like(self.slots, count), self.slots)
-        return copy["state"][self.slots.long()]
+        return raw_state(copy, self.slots)
 
 
 def spec_of(gate: str, **options) -> RecurrenceSpec:
@@ -132,7 +132,7 @@ def test_rejected_tokens_leave_no_trace(conventional, gate, spec_len):
         at, last, i = at + keep, keep, i + 1
     history = run.pool["cursor"][run.slots.long(), 0, 0, 1].int()
     kernels.materialize(run.pool, run.slots, history + last, run.slots)
-    assert_same_bits(run.pool["state"][run.slots.long()], conventional[gate])
+    assert_same_bits(raw_state(run.pool, run.slots), conventional[gate])
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -236,7 +236,7 @@ def test_slots_past_4_gib(gate, spec_len):
         outputs = [kernels.gated_delta_scan(run.pool, slots, **packed, **run.params, cu_seqlens=bounds)]
         outputs += [run.step(t, t + spec_len) for t in range(16, 36, spec_len)]
         kernels.materialize(run.pool, slots, torch.full_like(slots, -1), slots)
-        results.append([*outputs, run.pool["state"][slots.long()], run.pool["cursor"][slots.long()]])
+        results.append([*outputs, raw_state(run.pool, slots), run.pool["cursor"][slots.long()]])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert torch.isfinite(results[1][-2]).all()
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import DEVICE, STATE_SCALE, assert_untouched, random_slots
-from replay_cases import assert_close, assert_same_bits, make_inputs, relative_error
+from replay_cases import assert_close, assert_same_bits, make_inputs, raw_state, relative_error
 
 from benchmarks.shapes import MODELS, ODD
 from trtllm_replayssm import RecurrenceSpec, ReplayError, SlotLayout, kernels, reference
@@ -86,6 +86,8 @@ class Prompts:
         names = ("state", "ring_k", "ring_k_rnorm", "ring_v", "ring_g", "ring_beta", "cursor")
         view = {name: self.pool[name][slot] for name in names}
         view["state"].copy_(torch.randn(view["state"].shape, device=DEVICE))
+        if "state_scale" in self.pool:
+            self.pool["state_scale"][slot] = torch.rand(spec.nheads, 1, device=DEVICE) + 0.01
         view["cursor"].copy_(torch.tensor([R - 2, 2, 1, spec.window], device=DEVICE))
         live = [R - 2, R - 1, 0]
         for name in ("ring_k", "ring_v"):
@@ -93,7 +95,8 @@ class Prompts:
         view["ring_k_rnorm"][:, live] = 1.0 / view["ring_k"][:, live].float().norm(dim=-1)
         view["ring_g"][:, live] = -torch.rand(view["ring_g"][:, live].shape, device=DEVICE)
         view["ring_beta"][:, live] = torch.rand(spec.nheads, 3, device=DEVICE)
-        state, per_group = view["state"].double(), spec.nheads // spec.ngroups
+        state = self.pool.checkpoint(torch.tensor([slot]))[0].double()
+        per_group = spec.nheads // spec.ngroups
         for row in live:
             k, norm, v, g, beta = (view[n][:, row].double() for n in names[1:6])
             k = (k * norm[:, None]).repeat_interleave(per_group, dim=0)
@@ -134,7 +137,7 @@ class Prompts:
                 assert not part.any(), "a padding sequence is not zero"
                 continue
             outputs.append((part, want_o[i]))
-            states.append((self.pool["state"][slot], want_state[i]))
+            states.append((self.pool.checkpoint(self.slots[i : i + 1])[0], want_state[i]))
             reset = torch.tensor([0, 0, 0, self.spec.first_limit(slot)], device=DEVICE)
             assert (self.pool["cursor"][slot] == reset).all(), f"cursor of sequence {i} of {length} tokens"
         got, want = (torch.cat(column) for column in zip(*outputs, strict=True))
@@ -281,7 +284,7 @@ def test_views_of_a_convolution_output_and_int64_indices(kind, exact):
     (dense, a), (view, b) = results
     own = prompts.slots[prompts.slots >= 0].long()
     assert torch.equal(dense, view)
-    assert_same_bits(a["state"][own], b["state"][own])
+    assert_same_bits(raw_state(a, own), raw_state(b, own))
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -291,15 +294,15 @@ def test_bits_do_not_depend_on_company_or_launch(kind, exact):
     spec = delta_spec(kind, 8, 4, 128, 128)
     together = Prompts(spec, (130, 64, 65, 300) * 12, pad=None, resume=False)
     o = together.run(exact=exact)
-    states = together.pool["state"][together.slots.long()]
+    states = raw_state(together.pool, together.slots)
     for _ in range(4):
         assert torch.equal(o, together.run(exact=exact))
-        assert_same_bits(together.pool["state"][together.slots.long()], states)
+        assert_same_bits(raw_state(together.pool, together.slots), states)
     slots, bounds = together.slots[3:4], torch.tensor([0, 300], dtype=torch.int32, device=DEVICE)
     alone = {n: v[together.ends[3] : together.ends[4]].contiguous() for n, v in together.tokens.items()}
     lone = kernels.gated_delta_scan(together.pool, slots, **alone, **together.params, cu_seqlens=bounds, exact=exact)
     assert torch.equal(lone, o[259:559])
-    assert_same_bits(together.pool["state"][slots.long()], states[3:4])
+    assert_same_bits(raw_state(together.pool, slots), states[3:4])
     graph, out = torch.cuda.CUDAGraph(), torch.full_like(o, FILL)
     together.run(out=out, exact=exact)
     with torch.cuda.graph(graph):
@@ -308,7 +311,7 @@ def test_bits_do_not_depend_on_company_or_launch(kind, exact):
     together.pool["state"].fill_(FILL)
     graph.replay()
     assert torch.equal(out, o)
-    assert_same_bits(together.pool["state"][together.slots.long()], states)
+    assert_same_bits(raw_state(together.pool, together.slots), states)
 
 
 PIECES = ((False, (64, 1, 100, 63, 272)), (True, (64, 1, 100, 63, 272)), (False, (192, 64, 244)))
@@ -328,14 +331,16 @@ def test_prefill_in_pieces_is_prefill(kind, exact, pieces):
         options = {"cu_seqlens": bounds, "has_initial": torch.tensor([i > 0], device=DEVICE), "exact": exact}
         outputs.append(kernels.gated_delta_scan(parts.pool, parts.slots, **tokens, **parts.params, **options))
         at += length
-    slot = int(whole.slots[0])
-    ours, theirs = parts.pool["state"][slot], whole.pool["state"][slot]
+    ours, theirs = raw_state(parts.pool, parts.slots), raw_state(whole.pool, whole.slots)
     if exact or pieces[0] == 192:
         assert torch.equal(torch.cat(outputs), o)
         assert_same_bits(ours, theirs)
     else:
         assert_close(torch.cat(outputs), o.double(), "bfloat16")
-        assert relative_error(ours, theirs.double()) < 2 * STATE_BOUND
+        assert (
+            relative_error(parts.pool.checkpoint(parts.slots), whole.pool.checkpoint(whole.slots).double())
+            < 2 * STATE_BOUND
+        )
 
 
 @pytest.mark.parametrize("kind", DELTA)
@@ -353,8 +358,7 @@ def test_prefill_and_steps_leave_the_bits_of_a_longer_prefill(kind, headdim, dst
         token = {n: v[None, t : t + 1] for n, v in shorter.tokens.items()}
         kernels.gated_delta_step(shorter.pool, slots, **token, **shorter.params)
     kernels.materialize(shorter.pool, slots, torch.full_like(slots, -1), slots)
-    slot = int(slots[0])
-    assert_same_bits(shorter.pool["state"][slot], longer.pool["state"][slot])
+    assert_same_bits(raw_state(shorter.pool, slots), raw_state(longer.pool, slots))
 
 
 @pytest.mark.parametrize("kind", DELTA)
@@ -366,7 +370,7 @@ def test_state_error_does_not_grow_with_length(kind):
             spec = delta_spec(kind, 4, 2, 64, 128)
             prompts = Prompts(spec, (length,), pad=None, resume=False, regime="trained")
             prompts.run(exact=exact)
-            errors[exact, length] = relative_error(prompts.pool["state"][int(prompts.slots[0])], prompts.oracle()[1][0])
+            errors[exact, length] = relative_error(prompts.pool.checkpoint(prompts.slots)[0], prompts.oracle()[1][0])
     assert 0 < errors[False, 4096] < STATE_BOUND, errors
     assert errors[False, 4096] < 2 * errors[False, 256] + 1e-7, errors
     assert errors[False, 4096] < 2 * errors[True, 4096] + 1e-7, errors
@@ -400,7 +404,7 @@ def test_no_tokens_and_no_sequences(kind, exact):
     prompts = Prompts(delta_spec(kind, 4, 2, 64, 128), (0, 0, 0, 0), pad=0)
     assert prompts.run(exact=exact).shape == (0, 4, 64)
     own = prompts.slots[1:].long()
-    assert_close(prompts.pool["state"][own], torch.stack(prompts.start[1:]), "float32", what="state")
+    assert_close(prompts.pool.checkpoint(own), torch.stack(prompts.start[1:]), "float32", what="state")
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     empty = kernels.gated_delta_scan(
         prompts.pool, prompts.slots[:0], **prompts.tokens, **prompts.params, cu_seqlens=none

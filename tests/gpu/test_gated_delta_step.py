@@ -12,7 +12,7 @@ import pytest
 import torch
 from gated_delta_cases import GATES, DeltaRollout, delta_spec, poisoned_delta_pool
 from gpu_cases import DEVICE
-from replay_cases import assert_close, relative_error
+from replay_cases import assert_close, relative_error, set_state
 
 from benchmarks.shapes import MODELS, ODD
 from trtllm_replayssm import ReplayError, kernels, reference
@@ -138,7 +138,7 @@ def test_fp16_outputs_of_large_states(gate, spec_len):
     spec = delta_spec(gate, 4, 2, 128, 128, act_dtype="float16", window=4, spec_len=spec_len, stagger=False)
     rollout = DeltaRollout(spec, regime="weak")
     own = rollout.slots[rollout.live].long()
-    rollout.pool["state"][own] = torch.randn_like(rollout.pool["state"][own]) * 6e4
+    set_state(rollout.pool, own, torch.randn_like(rollout.pool["state"][own]) * 6e4)
     rollout.state = rollout.pool["state"][own].double()
     rollout.step(spec_len)
     for _ in range(8):
@@ -297,5 +297,5 @@ def test_the_reference_agrees(gate):
     counts = torch.tensor([-1, 1], dtype=torch.int32, device=DEVICE)
     kernels.materialize(rollout.pool, rollout.slots, counts, rollout.slots)
     reference.materialize(pool, rollout.slots, counts, rollout.slots)
-    assert_close(rollout.pool["state"][own], pool["state"][own].double(), "float32", scale=2.0)
+    assert_close(rollout.pool.checkpoint(own), pool.checkpoint(own).double(), "float32", scale=2.0)
     assert torch.equal(pool["cursor"][own], rollout.pool["cursor"][own])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_cases import DEVICE, STATE_SCALE, Rollout, mamba2_spec, poisoned_pool, random_slots
-from replay_cases import assert_close, assert_same_bits, make_inputs
+from replay_cases import assert_close, assert_same_bits, make_inputs, raw_state
 
 from benchmarks.shapes import MODELS, ODD
 from trtllm_replayssm import RecurrenceSpec, ReplayError, SlotLayout, kernels, reference
@@ -58,7 +58,13 @@ def test_scan_of_packed_prompts(shape, state, act):
         if length:
             assert_close(y[first:last], want, act, scale=scale)
         if resume[i] or length:
-            assert_close(rollout.pool["state"][slot].float(), final, state, scale=STATE_SCALE[state], what="state")
+            assert_close(
+                rollout.pool.checkpoint(rollout.slots[i : i + 1])[0].float(),
+                final,
+                state,
+                scale=STATE_SCALE[state],
+                what="state",
+            )
         cursor = rollout.pool["cursor"][slot].long()
         assert (cursor == torch.tensor([0, 0, 0, spec.first_limit(slot)], device=DEVICE)).all()
     one = int(rollout.slots[1])
@@ -79,7 +85,7 @@ def test_exact_prefill_and_a_step_is_a_longer_prefill():
     step = kernels.mamba2_step(pool, slots[:1], **{n: v[None, 33:34] for n, v in tokens.items()}, **params)
     assert_close(step[0, 0], y[33].float(), "bfloat16", scale=2.0)
     kernels.materialize(pool, slots[:1], torch.tensor([-1], device=DEVICE), slots[:1], A=params["A"])
-    assert_same_bits(pool["state"][0], pool["state"][1])
+    assert_same_bits(raw_state(pool, slots[:1]), raw_state(pool, slots[1:]))
 
 
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "float16"])
@@ -97,13 +103,13 @@ def test_materialize_is_the_state_after_so_many_rows(shape, state, act):
     ours, theirs = (StatePool(rollout.pool.layout, rollout.pool.memory.clone()) for _ in range(2))
     pairs = [(src[:3], counts[[1, 4, 6]], dst[:3], False), (src[3:], counts[3:], src[3:], True)]
     for s, c, d, in_place in pairs:
-        before = ours["state"][s.long()].clone()
+        before = raw_state(ours, s)
         kernels.materialize(ours, s, c, d, A=rollout.params["A"])
         reference.materialize(theirs, s.long(), c.long(), d.long(), A=rollout.params["A"])
-        assert_close(ours["state"][d.long()].float(), theirs["state"][d.long()].double(), state, scale=2.0)
+        assert_close(ours.checkpoint(d).float(), theirs.checkpoint(d).double(), state, scale=2.0)
         assert torch.equal(ours["cursor"][d.long()], theirs["cursor"][d.long()])
         if not in_place:
-            assert_same_bits(ours["state"][s.long()], before)
+            assert_same_bits(raw_state(ours, s), before)
 
 
 def test_materialize_passes_over_slots_outside_the_pool():

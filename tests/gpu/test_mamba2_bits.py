@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_cases import DEVICE, assert_same_pool, mamba2_spec, random_slots
-from replay_cases import assert_same_bits, far_pool, make_inputs
+from replay_cases import assert_same_bits, far_pool, make_inputs, raw_state
 
 from trtllm_replayssm import RecurrenceSpec, SlotLayout, kernels
 from trtllm_replayssm.kernels import StepTuning
@@ -46,7 +46,7 @@ class Run:
         """The checkpoints with every ring row folded, on a copy."""
         copy = StatePool(self.pool.layout, self.pool.memory.clone())
         kernels.materialize(copy, self.slots, torch.full_like(self.slots, -1), self.slots, A=self.params["A"])
-        return copy["state"][self.slots.long()]
+        return raw_state(copy, self.slots)
 
     def copy(self) -> StatePool:
         return StatePool(self.pool.layout, self.pool.memory.clone())
@@ -93,7 +93,7 @@ def test_exact_scan_folds_the_same_bits(conventional):
     packed = {n: v.flatten(0, 1) for n, v in run.tokens.items()}
     bounds = torch.arange(0, (ROWS + 1) * TOKENS, TOKENS, dtype=torch.int32, device=DEVICE)
     kernels.mamba2_scan(run.pool, run.slots, **packed, **run.params, cu_seqlens=bounds, exact=True)
-    assert_same_bits(run.pool["state"][run.slots.long()], conventional)
+    assert_same_bits(raw_state(run.pool, run.slots), conventional)
 
 
 def test_flush_anywhere_is_flush_never(conventional):
@@ -124,7 +124,7 @@ def test_rejected_tokens_leave_no_trace(conventional, spec_len):
     cursor = run.pool["cursor"][run.slots.long(), 0, 0]
     counts = cursor[:, 1].int() + last
     kernels.materialize(run.pool, run.slots, counts, run.slots, A=run.params["A"])
-    assert_same_bits(run.pool["state"][run.slots.long()], conventional)
+    assert_same_bits(raw_state(run.pool, run.slots), conventional)
 
 
 def test_accepting_nothing_changes_nothing():
@@ -142,7 +142,7 @@ def test_accepting_nothing_changes_nothing():
         kernels.materialize(
             run.pool, run.slots, run.pool["cursor"][run.slots.long(), 0, 0, 1].int(), run.slots, A=run.params["A"]
         )
-        assert_same_bits(run.pool["state"][run.slots.long()], before)
+        assert_same_bits(raw_state(run.pool, run.slots), before)
 
 
 CUTS = [StepTuning(), StepTuning(1), StepTuning(2, 1), StepTuning(4, 2), StepTuning(4, 4)]
@@ -220,7 +220,7 @@ def test_slots_past_4_gib(spec_len):
         outputs = [kernels.mamba2_scan(run.pool, slots, **packed, **run.params, cu_seqlens=bounds)]
         outputs += [run.step(t, t + spec_len) for t in range(16, 36, spec_len)]
         kernels.materialize(run.pool, slots, torch.full_like(slots, -1), slots, A=run.params["A"])
-        results.append([*outputs, run.pool["state"][slots.long()], run.pool["cursor"][slots.long()]])
+        results.append([*outputs, raw_state(run.pool, slots), run.pool["cursor"][slots.long()]])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert torch.isfinite(results[1][-2]).all()
 

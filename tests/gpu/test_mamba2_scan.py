@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import DEVICE, STATE_SCALE, assert_untouched, mamba2_spec, random_slots
-from replay_cases import assert_close, assert_same_bits, make_inputs, relative_error
+from replay_cases import assert_close, assert_same_bits, make_inputs, raw_state, relative_error
 
 from benchmarks.shapes import MODELS, ODD
 from trtllm_replayssm import RecurrenceSpec, ReplayError, SlotLayout, kernels, reference
@@ -68,12 +68,14 @@ class Prompts:
         spec, R = self.spec, self.spec.ring_rows
         view = {name: self.pool[name][slot] for name in ("state", "ring_x", "ring_b", "ring_dt", "cursor")}
         view["state"].copy_(torch.randn(view["state"].shape, device=DEVICE))
+        if "state_scale" in self.pool:
+            self.pool["state_scale"][slot] = torch.rand(spec.nheads, 1, device=DEVICE) + 0.01
         view["cursor"].copy_(torch.tensor([R - 2, 2, 1, spec.window], device=DEVICE))
         live = [R - 2, R - 1, 0]
         for name in ("ring_x", "ring_b"):
             view[name][:, live] = torch.randn(view[name][:, live].shape, device=DEVICE).to(view[name].dtype)
         view["ring_dt"][:, live] = torch.rand(spec.nheads, 3, device=DEVICE)
-        state, A = view["state"].double(), self.params["A"].double()
+        state, A = self.pool.checkpoint(torch.tensor([slot]))[0].double(), self.params["A"].double()
         for row in live:
             x, B, dt = (view[n][:, row].double() for n in ("ring_x", "ring_b", "ring_dt"))
             B = B.repeat_interleave(spec.nheads // spec.ngroups, dim=0)
@@ -122,7 +124,7 @@ class Prompts:
                 assert not part.any(), "a padding sequence is not zero"
                 continue
             outputs.append((part, want_y[i]))
-            states.append((self.pool["state"][slot], want_state[i]))
+            states.append((self.pool.checkpoint(self.slots[i : i + 1])[0], want_state[i]))
             reset = torch.tensor([0, 0, 0, self.spec.first_limit(slot)], device=DEVICE)
             assert (self.pool["cursor"][slot] == reset).all(), f"cursor of sequence {i} of {length} tokens"
         got, want = (torch.cat(column) for column in zip(*outputs, strict=True))
@@ -221,7 +223,7 @@ def test_views_of_a_convolution_output_and_int64_indices():
     (dense, a), (view, b) = results
     own = prompts.slots[prompts.slots >= 0].long()
     assert torch.equal(dense, view)
-    assert_same_bits(a["state"][own], b["state"][own])
+    assert_same_bits(raw_state(a, own), raw_state(b, own))
 
 
 def test_bits_do_not_depend_on_company_or_launch():
@@ -229,15 +231,15 @@ def test_bits_do_not_depend_on_company_or_launch():
     spec = mamba2_spec(16, 2, 64, 128)
     together = Prompts(spec, (130, 64, 65, 300) * 12, pad=None, resume=False)
     y = together.run()
-    states = together.pool["state"][together.slots.long()]
+    states = raw_state(together.pool, together.slots)
     for _ in range(4):
         assert torch.equal(y, together.run())
-        assert_same_bits(together.pool["state"][together.slots.long()], states)
+        assert_same_bits(raw_state(together.pool, together.slots), states)
     slots, bounds = together.slots[3:4], torch.tensor([0, 300], dtype=torch.int32, device=DEVICE)
     alone = {n: v[together.ends[3] : together.ends[4]].contiguous() for n, v in together.tokens.items()}
     lone = kernels.mamba2_scan(together.pool, slots, **alone, **together.params, cu_seqlens=bounds)
     assert torch.equal(lone, y[259:559])
-    assert_same_bits(together.pool["state"][slots.long()], states[3:4])
+    assert_same_bits(raw_state(together.pool, slots), states[3:4])
     graph, arguments = torch.cuda.CUDAGraph(), together.arguments()
     out = arguments["out"]
     together.run(**arguments)
@@ -247,7 +249,7 @@ def test_bits_do_not_depend_on_company_or_launch():
     together.pool["state"].fill_(FILL)
     graph.replay()
     assert torch.equal(out, y)
-    assert_same_bits(together.pool["state"][together.slots.long()], states)
+    assert_same_bits(raw_state(together.pool, together.slots), states)
 
 
 PIECES = ((False, (64, 1, 100, 63, 272)), (True, (64, 1, 100, 63, 272)), (False, (192, 64, 244)))
@@ -267,14 +269,16 @@ def test_prefill_in_pieces_is_prefill(headdim, exact, pieces):
         options = {"cu_seqlens": bounds, "has_initial": torch.tensor([i > 0], device=DEVICE), "exact": exact}
         outputs.append(kernels.mamba2_scan(parts.pool, parts.slots, **tokens, **parts.params, **options))
         at += length
-    slot = int(whole.slots[0])
-    ours, theirs = parts.pool["state"][slot], whole.pool["state"][slot]
+    ours, theirs = raw_state(parts.pool, parts.slots), raw_state(whole.pool, whole.slots)
     if exact or pieces[0] == 192:
         assert torch.equal(torch.cat(outputs), y)
         assert_same_bits(ours, theirs)
     else:
         assert_close(torch.cat(outputs), y.double(), "bfloat16")
-        assert relative_error(ours, theirs.double()) < STATE_BOUND
+        assert (
+            relative_error(parts.pool.checkpoint(parts.slots), whole.pool.checkpoint(whole.slots).double())
+            < STATE_BOUND
+        )
 
 
 def test_state_error_does_not_grow_with_length():
@@ -284,7 +288,7 @@ def test_state_error_does_not_grow_with_length():
         for exact in (False, True):
             prompts = Prompts(mamba2_spec(4, 2, 64, 128), (length,), pad=None, resume=False, regime="trained")
             prompts.run(exact=exact)
-            errors[exact, length] = relative_error(prompts.pool["state"][int(prompts.slots[0])], prompts.oracle()[1][0])
+            errors[exact, length] = relative_error(prompts.pool.checkpoint(prompts.slots)[0], prompts.oracle()[1][0])
     assert 0 < errors[False, 4096] < STATE_BOUND, errors
     assert errors[False, 4096] < 2 * errors[False, 256] + 1e-7, errors
     assert errors[False, 4096] < 2 * errors[True, 4096] + 1e-7, errors
@@ -317,7 +321,7 @@ def test_no_tokens_and_no_sequences():
     prompts = Prompts(mamba2_spec(4, 2, 64, 128), (0, 0, 0, 0), pad=0)
     assert prompts.run().shape == (0, 4, 64)
     own = prompts.slots[1:].long()
-    assert_close(prompts.pool["state"][own], torch.stack(prompts.start[1:]), "float32", what="state")
+    assert_close(prompts.pool.checkpoint(own), torch.stack(prompts.start[1:]), "float32", what="state")
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     empty = kernels.mamba2_scan(prompts.pool, prompts.slots[:0], **prompts.tokens, **prompts.params, cu_seqlens=none)
     assert empty.shape == (0, 4, 64)

@@ -68,7 +68,7 @@ def _recurrent(operations: Any, kind: str, normal: Callable[..., Any], device: s
         accepted = torch.tensor(kept, dtype=torch.int32, device=device)
     everything = torch.full((_ROWS,), -1, dtype=torch.int32, device=device)
     operations.materialize(pool, slots, everything, slots + _ROWS, **fold_with)
-    return _worse(worst, pool["state"][_ROWS:], state)
+    return _worse(worst, pool.checkpoint()[_ROWS:], state)
 
 
 def _mamba2(operations: Any, kind: str, normal: Callable[..., Any]) -> tuple[Any, Any, Any, dict[str, Any]]:

@@ -176,6 +176,7 @@ def replay_step(spec: RecurrenceSpec, conv: ConvSpec, acceptance: float = 1.0) -
     flushes = 1.0 / cycle.steps
     state = float(state_bytes(spec))
     copy = float(sum(layout[name].nbytes for name in ("read_copy", "read_scale") if name in layout))
+    scale = float(layout["state_scale"].nbytes) if "state_scale" in layout else 0.0
     state_read = state * (flushes if copy else 1.0)
     output_row, fold_row, append_row = ring_row_bytes(layout)
     column, conv_cursor = conv_column_bytes(conv), ConvLayout(conv)["cursor"].nbytes
@@ -187,7 +188,7 @@ def replay_step(spec: RecurrenceSpec, conv: ConvSpec, acceptance: float = 1.0) -
         ring_read=output_row * cycle.history,
         fold_read=fold_row * cycle.folded,
         ring_append=float(append_row * spec.spec_len),
-        cursors=2.0 * layout["cursor"].nbytes,
+        cursors=2.0 * layout["cursor"].nbytes + scale * (1.0 + flushes),
         conv_read=float((conv.kernel - 1) * column + conv_cursor),
         conv_write=float((conv.kernel - 1 + spec.spec_len) * column + conv_cursor),
     )

@@ -53,13 +53,15 @@ def empty_cursor(spec: RecurrenceSpec, slots: torch.Tensor) -> Cursor:
 
 def load_state(pool: StatePool, slots: torch.Tensor) -> torch.Tensor:
     """The checkpoint [n, H, P, N] in the compute type."""
-    return pool["state"].index_select(0, slots).to(_compute(pool))
+    return pool.checkpoint(slots).to(_compute(pool))
 
 
 def store_state(pool: StatePool, slots: torch.Tensor, state: torch.Tensor) -> None:
-    """Round the checkpoint to state_dtype and write it; write the read copy of what was written."""
+    """Round the checkpoint to state_dtype and write it, with a scale of 1; write the read copy of what was written."""
     rounded = state.to(pool["state"].dtype)
     pool["state"].index_copy_(0, slots, rounded)
+    if "state_scale" in pool:
+        pool["state_scale"][slots] = 1.0
     if "read_copy" not in pool:
         return
     value = rounded.to(_compute(pool))

@@ -190,6 +190,10 @@ class EngineMemory:
             raw = words.view(np.uint8)[region.offset : region.end]
             state = raw.view(NUMPY_DTYPES[region.dtype]).reshape(-1, region.strides[1])[:, : region.shape[2]]
             states[layer] = from_bits(state.reshape(region.shape).copy(), region.dtype)
+            if "state_scale" in layout:
+                scale = layout["state_scale"]
+                copies = words.view(np.uint8)[scale.offset : scale.end].view(np.float32).reshape(scale.shape)
+                states[layer] *= copies[:, :1, None]
         return states
 
     def _fold(self, layer: int) -> ctypes.Structure:

@@ -156,7 +156,7 @@ class ModelState:
             self.impl.materialize(
                 scratch, rows, self._ring_count(scratch, rows, keep), rows, **self._fold_options(layer)
             )
-            states[layer] = scratch["state"].clone()
+            states[layer] = scratch.checkpoint()
         return states
 
     def nbytes(self) -> int:

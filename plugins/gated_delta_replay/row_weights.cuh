@@ -1,0 +1,56 @@
+//! What a fold multiplies by: of one row at a time by every thread, or of a batch by one warp for all that fold.
+#pragma once
+
+#include "../common/state_scale.cuh"
+
+namespace replayssm {
+
+//! A row's numbers in a fold; 16 bytes, one access.
+struct alignas(16) RowWeights {
+    float renew;  // GDN: what the state's elements are multiplied by; 1: nothing to do
+    float scale;  // GDN: of the state behind the row
+    float weight; // beta; GDN: beta / scale
+    float unused;
+};
+
+//! KDA's.
+__device__ __forceinline__ RowWeights channel_row(float beta) { return {1.0f, 1.0f, beta, 0.0f}; }
+
+//! GDN's; moves the state's scale past the row. decay: exp(g).
+__device__ __forceinline__ RowWeights scale_row(float& scale, float decay, float beta) {
+    const ScaleStep step = advance_scale(scale, decay);
+    return {step.renew, step.scale, __fmul_rn(beta, step.inverse), 0.0f};
+}
+
+//! By a warp: those of 1 to 32 rows. Lane j has exp(g) and beta of row j, a decay of 1 from row `count` on, and gets what
+//! scale_row would give, called for one row after another. Mostly no row renews the scale: then that is a chain of
+//! products.
+__device__ __forceinline__ RowWeights scale_rows(float& scale, float decay, float beta, int count) {
+    constexpr int kTurn = 8; // rows; those that are not there change nothing
+    const int lane = threadIdx.x & (kWarp - 1);
+    RowWeights own{1.0f, scale, 0.0f, 0.0f};
+    float product = scale;
+#pragma unroll 1
+    for (int first = 0; first < count; first += kTurn)
+#pragma unroll
+        for (int i = 0; i < kTurn; ++i) {
+            product = __fmul_rn(product, __shfl_sync(kFullMask, decay, first + i));
+            if (lane == first + i) own.scale = product;
+        }
+    const bool stays = own.scale >= kLeastScale && own.scale <= kMostScale;
+    if (__all_sync(kFullMask, stays || lane >= count)) {
+        scale = product;
+    } else {
+#pragma unroll 1
+        for (int first = 0; first < count; first += kTurn)
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i) {
+                const ScaleStep step = advance_scale(scale, __shfl_sync(kFullMask, decay, first + i));
+                if (lane == first + i) own.renew = step.renew, own.scale = step.scale;
+            }
+    }
+    own.weight = __fmul_rn(beta, __frcp_rn(own.scale));
+    return own;
+}
+
+} // namespace replayssm
