@@ -12,10 +12,10 @@ struct Cut {
     int items_per_multiprocessor;
     int items;
 };
-constexpr Cut kHeadCuts[] = {{4, 1}, {24, 2}, {1 << 30, 4}};         // GDN
-constexpr Cut kConventionalCuts[] = {{4, 1}, {24, 4}, {1 << 30, 2}}; // window 1
-constexpr Cut kShortConventionalCuts[] = {{4, 1}, {1 << 30, 4}};     // the same, 16-bit state
-constexpr Cut kChannelCuts[] = {{8, 1}, {1 << 30, 2}};               // KDA: a head at most
+constexpr Cut kHeadCuts[] = {{4, 1}, {24, 2}, {1 << 30, 4}};                  // GDN
+constexpr Cut kConventionalCuts[] = {{4, 1}, {12, 2}, {24, 4}, {1 << 30, 2}}; // window 1
+constexpr Cut kShortConventionalCuts[] = {{4, 1}, {12, 2}, {1 << 30, 4}};     // the same, 16-bit state
+constexpr Cut kChannelCuts[] = {{8, 1}, {1 << 30, 2}};                        // KDA: a head at most
 //! Blocks of a multiprocessor at a time, for the length of the grid's tail.
 constexpr int kResidentBlocks = 4;
 constexpr int kTunedParts = 2;
