@@ -1,7 +1,8 @@
 """StatePool: the slots of one layer as torch memory, viewed through a layout. Knows no offsets of its own.
 
 The memory is one uint8 tensor [slots, stride_bytes]; ``pool["state"]`` is a strided view of it with the region's dtype
-and shape [slots, ...], so that writing to the view writes the slot. Torch is imported when a pool is made.
+and shape [slots, ...], so that writing to the view writes the slot. Where the layout has ``state_scale`` the state is
+``pool["state"]`` times it: :meth:`StatePool.checkpoint`. Torch is imported when a pool is made.
 """
 
 from __future__ import annotations

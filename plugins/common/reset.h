@@ -1,5 +1,5 @@
-//! Reset of recurrent slots of any kind: zero state with a scale of 1 (and read copy, with scales of 1), empty ring, first window by
-//! stagger.
+//! Reset of recurrent slots of any kind: zero state with a scale of 1 (and read copy, with scales of 1), empty ring,
+//! first window by stagger.
 #pragma once
 
 #include "../c_api/replayssm.h"

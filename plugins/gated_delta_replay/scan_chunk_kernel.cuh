@@ -27,8 +27,8 @@
 //! and wait for no one but the block's other warps, which prepare spans. GDN: a span a warp. KDA: all of them together,
 //! two channels of four tokens a thread; the inverse of a span is made while scores of the next one are.
 //! Barriers a span: a stage is prepared, it has been used (every thread arrives for what it has done itself, so that
-//! compute-sanitizer's racecheck sees the order); KDA's producers among
-//! themselves two (sums and squares are there; rows are there).
+//! compute-sanitizer's racecheck sees the order); KDA's producers among themselves two (sums and squares are there;
+//! rows are there).
 //! slot outside the pool: zero output for the sequence's tokens, no memory touched.
 #pragma once
 

@@ -1,4 +1,5 @@
-//! State rows of a warp, from and to the slot; GDN's scale is in them (S, not S'), and 1 in the slot afterwards. Lane (g, q) holds of rows g and g + 8 the columns 8 tile + 2 q, + 1.
+//! State rows of a warp, from and to the slot; GDN's scale is in them (S, not S'), and 1 in the slot afterwards. Lane
+//! (g, q) holds of rows g and g + 8 the columns 8 tile + 2 q, + 1.
 #pragma once
 
 #include "scan_chunk_tile.cuh"

@@ -2,7 +2,7 @@
 //! another.
 //!
 //!   committed rows j < h (h = history_len + accepted), tokens t < T, a = exp(A dt)             docs/math.md
-//!   flush:   S <- fold of rows 0..h-1, stored; then h = 0
+//!   flush:   S <- fold of rows 0..h-1, stored; then h = 0. fp32: as S' and its scale (fold.cuh)
 //!   y_t[p] = (prod_{all rows} a) (S C_t)[p]
 //!            + sum_{rows r seen by t} dt_r (prod_{i after r, up to t} a_i) (B_r . C_t) x_r[p]
 //!   y_t += D x_t;  y_t *= silu(z_t);  rows x, B, dt of the T tokens are appended behind the live rows

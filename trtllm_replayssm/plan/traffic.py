@@ -2,8 +2,8 @@
 
 Two forms of it. ``ideal_*`` is the closed form over S (state bytes) and r (bytes of one ring row), with the rows that
 published implementations keep. ``replay_step`` counts what this package's slot moves: the elements of its SlotLayout
-regions, both d and raw v of GDN and KDA, cursors, the row that a fold reads, and the real cycle of flushes. Both
-leave out what every form of decoding moves alike (x, z, y and other activations of the step), so their ratios are
+regions, both d and raw v of GDN and KDA, cursors and scales, the row that a fold reads, and the real cycle of flushes.
+Both leave out what every form of decoding moves alike (x, z, y and other activations of the step), so their ratios are
 upper bounds of a speed-up.
 """
 
@@ -32,7 +32,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes moved by one sequence in one layer and one step, on average."""
+    """Bytes moved by one sequence in one layer and one step, on average. cursors: with the scales of the state."""
 
     state_read: float = 0.0
     state_write: float = 0.0
