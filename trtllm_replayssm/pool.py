@@ -96,12 +96,35 @@ class StatePool:
 
     def checkpoint(self, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The checkpoints of ``slots`` (int [n]; default all), [n, H, P, N] of the state dtype, a copy: what region
-        ``state`` holds times ``state_scale``, where the layout has one."""
-        chosen = slice(None) if slots is None else slots.long()
-        state = self["state"][chosen]
+        ``state`` holds times ``state_scale``, where the layout has one. Tokens that wait in the ring are not in it:
+        ``materialize`` folds them.
+
+        Raises:
+            ReplayError: a pool of a convolution; slots that are no int tensor [n], or name a slot that the pool lacks.
+        """
+        require("state" in self, "this pool has no recurrent state: its layout is a ConvLayout")
+        chosen = slice(None) if slots is None else self._chosen(slots)
+        state = self["state"][chosen].clone() if slots is None else self["state"][chosen]
         if "state_scale" not in self:
-            return state.clone()
+            return state
         return state * self["state_scale"][chosen][..., 0][..., None, None]
+
+    def _chosen(self, slots: object) -> torch.Tensor:
+        """The checked slots as int64."""
+        import torch
+
+        is_tensor = isinstance(slots, torch.Tensor)
+        require(is_tensor, f"slots is {type(slots).__name__}; it must be an int tensor [n]")
+        assert isinstance(slots, torch.Tensor)
+        whole = slots.dtype in (torch.int16, torch.int32, torch.int64)
+        require(whole and slots.dim() == 1, f"slots is {slots.dtype} {list(slots.shape)}; it must be an int tensor [n]")
+        if len(slots) and not slots.is_cuda:  # device data is not waited for
+            low, high = int(slots.min()), int(slots.max())
+            named = low if low < 0 else high
+            require(
+                low >= 0 and high < self.slots, f"slots names slot {named}; the pool has slots 0 to {self.slots - 1}"
+            )
+        return slots.long()
 
     def _view(self, name: str) -> torch.Tensor:
         region = self.layout[name]

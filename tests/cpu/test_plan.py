@@ -355,6 +355,8 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(parse("--list")) == 0
     text = capsys.readouterr().out
     assert all(key in text for key in (*MODELS, *GPUS))
+    with pytest.raises(ReplayError, match=r"a model \(kimi-k3\) is given with --list"):
+        main(parse("kimi-k3", "--list"))
 
 
 def test_gpu_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.shapes import ODD
-from trtllm_replayssm import ConvLayout, ConvSpec, ReplayError, SlotLayout
+from trtllm_replayssm import ConvLayout, ConvSpec, RecurrenceSpec, ReplayError, SlotLayout
 from trtllm_replayssm.pool import StatePool, torch_dtype
 from trtllm_replayssm.spec import DTYPE_BYTES
 
@@ -115,3 +115,38 @@ def test_dtype_names() -> None:
         assert torch_dtype(name).itemsize == size
     with pytest.raises(ReplayError, match="dtype is 'fp32'; it must be one of float64, float32, bfloat16"):
         torch_dtype("fp32")
+
+
+def test_checkpoint_is_the_state_times_its_scale() -> None:
+    pool = StatePool.allocate(SlotLayout(RecurrenceSpec("gated_delta", 4, 2, 16, 16)), 3)
+    pool["state"].copy_(torch.arange(3 * 4 * 16 * 16).reshape(3, 4, 16, 16))
+    pool["state_scale"].copy_(torch.tensor([1.0, 0.5, 0.25, 2.0])[:, None].expand(3, 4, 4))
+    want = pool["state"] * torch.tensor([1.0, 0.5, 0.25, 2.0])[:, None, None]
+    assert torch.equal(pool.checkpoint(), want)
+    assert torch.equal(pool.checkpoint(torch.tensor([2, 0], dtype=torch.int32)), want[[2, 0]])
+    assert pool.checkpoint(torch.zeros(0, dtype=torch.int64)).shape == (0, 4, 16, 16)
+    kda = StatePool.allocate(SlotLayout(RecurrenceSpec("kimi_delta", 4, 2, 16, 16)), 2)
+    kda["state"].fill_(3.0)
+    kda.checkpoint().fill_(7.0)
+    assert (kda.checkpoint() == 3.0).all(), "it is a copy"
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([0], "slots is list; it must be an int tensor"),
+        (torch.tensor([0.0]), r"slots is torch.float32 \[1\]; it must be an int tensor \[n\]"),
+        (torch.tensor(0), r"slots is torch.int64 \[\]"),
+        (torch.tensor([0, -1]), "slots names slot -1; the pool has slots 0 to 2"),
+        (torch.tensor([3]), "slots names slot 3; the pool has slots 0 to 2"),
+    ],
+)
+def test_slots_that_have_no_checkpoint(slots: object, message: str) -> None:
+    pool = StatePool.allocate(SlotLayout(RecurrenceSpec("mamba2", 4, 2, 16, 16)), 3)
+    with pytest.raises(ReplayError, match=message):
+        pool.checkpoint(slots)  # type: ignore[arg-type]
+
+
+def test_a_convolution_has_no_checkpoint() -> None:
+    with pytest.raises(ReplayError, match="this pool has no recurrent state"):
+        StatePool.allocate(ConvLayout(ConvSpec(72)), 2).checkpoint()

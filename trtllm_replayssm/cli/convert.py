@@ -17,7 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("hf_dir", metavar="HF_DIR", help="directory with config.json and safetensors, as published")
     add("out_dir", metavar="OUT_DIR", help="checkpoint directory to make")
-    add("--dtype", choices=DTYPES, default=AUTO, help="of the weights (default auto: as published)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=AUTO,
+        help="of the weights (default auto: as published, or else bfloat16)",
+    )
     add("--overwrite", action="store_true", help="replace OUT_DIR if it is a checkpoint already")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import require
 from . import prompts as prompt_sources
-from .request import DEFAULT_WINDOW, check_numbers, end_tokens, position_limit
+from .request import DEFAULT_WINDOW, check_numbers, check_sampling, end_tokens, position_limit
 
 if TYPE_CHECKING:
     from ..build.directory import EngineConfig
@@ -120,6 +120,7 @@ def load_engine(args: argparse.Namespace) -> EngineRequest:
     against = _against(args, engine)
     texts = prompt_sources.collect(args.prompt, args.prompt_file)
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    check_sampling(args)
     tokenizer = load_tokenizer(directory, engine.model.vocab_size)
     ids = [tokenizer.encode_chat(t) if args.chat else tokenizer.encode(t) for t in texts]
     most = min(one.limits.max_positions for one in (engine, against) if one is not None)

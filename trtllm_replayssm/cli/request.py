@@ -126,6 +126,7 @@ def load(args: argparse.Namespace) -> Request:
     from ..runtime.torch_session import find_device, load_model
 
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    check_sampling(args)
     device = find_device(args.device)
     config = read_checkpoint_config(directory)
     tokenizer = load_tokenizer(directory, config.vocab_size)
@@ -134,6 +135,15 @@ def load(args: argparse.Namespace) -> Request:
     eos = [] if args.ignore_eos else end_tokens(directory, config.eos_token_ids)
     config, weights = load_model(directory, dtype=args.dtype, device=device)
     return Request(args, texts, ids, eos, sampling, positions, tokenizer, config, weights, device)
+
+
+def check_sampling(args: argparse.Namespace) -> None:
+    """Raise ReplayError for sampling options that temperature 0 makes nothing of."""
+    for option, value, default in (("--top-k", args.top_k, 0), ("--top-p", args.top_p, 1.0), ("--seed", args.seed, 0)):
+        require(
+            args.temperature > 0 or value == default,
+            f"{option} is {value} with --temperature 0, which takes the best token; give a --temperature above 0",
+        )
 
 
 def check_numbers(args: argparse.Namespace) -> None:

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``plan``. Returns 0. Raises ReplayError for bad input."""
     if args.list:
+        require(args.model is None, f"a model ({args.model}) is given with --list, which prints the presets alone")
         print(_presets_json() if args.json else presets_text())
         return 0
     require(args.model is not None, f"model is missing; give a path to a config.json or one of {', '.join(MODELS)}")
