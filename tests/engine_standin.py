@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from network_cases import Row, Twice
 from recorded_tensorrt import recorded_tensorrt
+from replay_cases import leave_scales
 
 from trtllm_replayssm import ConvLayout, SlotLayout, reference
 from trtllm_replayssm.build.backend import BuildLog
@@ -293,6 +294,7 @@ def _materialize(p: abi.MaterializeParams) -> None:
     rates = tensor_at(p.A.data, (p.spec.nheads,), "float32") if p.A.data else None
     src, count, dst = (_index(x, p.pairs).clone() for x in (p.src, p.count, p.dst))
     reference.materialize(pool, src, count, dst, A=rates)
+    leave_scales(pool, dst[dst >= 0])
 
 
 _OPERATIONS: dict[str, Callable[[Any], None]] = {

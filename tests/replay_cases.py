@@ -174,6 +174,15 @@ def set_state(pool: StatePool, slots: torch.Tensor, value: torch.Tensor | float)
         pool["state_scale"][chosen] = 1.0
 
 
+def leave_scales(pool: StatePool, slots: torch.Tensor, scale: float = 0.125) -> None:
+    """Hold the checkpoints of ``slots``, whose scale is 1, as a kernel may: elements / scale, and the scale (a power of
+    two, so that nothing is rounded)."""
+    if "state_scale" in pool:
+        chosen = slots.long()
+        pool["state"][chosen] /= scale
+        pool["state_scale"][chosen] = scale
+
+
 class Decoder:
     """Decodes ``inputs`` in slots of its own pool; in place of tokens that will be rejected a step gets other tokens.
 

@@ -100,17 +100,23 @@ __device__ __forceinline__ void copy_piece(void* target, const void* source) {
 }
 __device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+#if REPLAYSSM_BULK_COPY
+//! By one thread: a whole fill.
+__device__ __forceinline__ void bulk_copy(
+    void* target, const void* source, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+    CopyBarrier::announce(barrier, bytes);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                 "[%3], %4;" ::"r"(shared_address(target)),
+        "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+#endif
+
 //! By every thread of the block: a whole fill of one contiguous piece.
 __device__ __forceinline__ void copy_block(
     void* target, const void* source, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
 #if REPLAYSSM_BULK_COPY
-    if (threadIdx.x == 0) {
-        CopyBarrier::announce(barrier, bytes);
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-                     "[%3], %4;" ::"r"(shared_address(target)),
-            "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-            : "memory");
-    }
+    if (threadIdx.x == 0) bulk_copy(target, source, bytes, barrier, policy);
 #else
     for (uint32_t i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) {
         copy_piece<16>(static_cast<char*>(target) + i, static_cast<const char*>(source) + i);
@@ -123,13 +129,7 @@ __device__ __forceinline__ void copy_warp_block(
     void* target, const void* source, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
     const int lane = threadIdx.x & (kWarp - 1);
 #if REPLAYSSM_BULK_COPY
-    if (lane == 0) {
-        CopyBarrier::announce(barrier, bytes);
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-                     "[%3], %4;" ::"r"(shared_address(target)),
-            "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-            : "memory");
-    }
+    if (lane == 0) bulk_copy(target, source, bytes, barrier, policy);
 #else
     for (uint32_t i = lane * 16; i < bytes; i += kWarp * 16) {
         copy_piece<16>(static_cast<char*>(target) + i, static_cast<const char*>(source) + i);

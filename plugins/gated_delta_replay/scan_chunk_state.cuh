@@ -73,10 +73,11 @@ __device__ __forceinline__ void load_state(
         const float2 a = load_state_pair(slot + p.pool.state, w.params.state_dtype, first + n);
         const float2 b = load_state_pair(slot + p.pool.state, w.params.state_dtype, first + 8 * K + n);
         S[tile][0] = a.x, S[tile][1] = a.y, S[tile][2] = b.x, S[tile][3] = b.y;
-        if (kChannels) continue;
+        if constexpr (!kChannels) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            S[tile][i] *= scale;
+            for (int i = 0; i < 4; ++i)
+                S[tile][i] *= scale;
+        }
     }
     const Cursor cursor = reinterpret_cast<const Cursor*>(slot + p.pool.cursor)[w.head * kCursorCopies + part];
     const int64_t R = p.pool.ring_rows, group = w.key_head;

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracles
 import pytest
 import torch
 from oracles import KINDS, TOLERANCE, gap, make_oracle, sequence
+from replay_cases import leave_scales
 
 from trtllm_replayssm import kernels, reference
 from trtllm_replayssm.errors import ReplayError
@@ -116,6 +118,20 @@ def test_reset_empties_a_slot(kind: str) -> None:
     assert_same(other, slot_bytes(runner.state, 0))
     ours = [runner.step([1], [i], [[tokens[i]]])[0, 0] for i in range(12)]
     assert gap(torch.stack(ours), make_oracle(kind).full(tokens)) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_materialized_reads_the_scale_that_an_operation_leaves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = started(kind, 16, sequence(30, seed=40))
+    want = runner.state.materialized([1])
+
+    def materialize(pool: Any, src: Any, count: Any, dst: Any, **options: Any) -> None:
+        reference.materialize(pool, src, count, dst, **options)
+        leave_scales(pool, dst)
+
+    monkeypatch.setattr(runner.state, "impl", SimpleNamespace(materialize=materialize))
+    got = runner.state.materialized([1])
+    assert all(torch.equal(got[layer], want[layer]) for layer in want)
 
 
 def test_materialized_before_any_pass_is_zero() -> None:
