@@ -158,12 +158,14 @@ def state_after(pool: StatePool, slot: int, inputs: Inputs, count: int = -1, spa
 
 
 def raw_state(pool: StatePool, slots: torch.Tensor) -> torch.Tensor:
-    """What the slots hold of their checkpoints, to the bit: [n, ...] elements, then the scales where there are any."""
+    """What the slots hold of their checkpoints, to the bit: [n, ...] elements, then the scales where there are any (all
+    of it in the scales' dtype)."""
     chosen = slots.long()
-    parts = [pool["state"][chosen].flatten(1)]
-    if "state_scale" in pool:
-        parts.append(pool["state_scale"][chosen].flatten(1))
-    return torch.cat(parts, dim=1)
+    state = pool["state"][chosen].flatten(1)
+    if "state_scale" not in pool:
+        return state
+    scale = pool["state_scale"][chosen].flatten(1)
+    return torch.cat([state.to(scale.dtype), scale], dim=1)
 
 
 def set_state(pool: StatePool, slots: torch.Tensor, value: torch.Tensor | float) -> None:

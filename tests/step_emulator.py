@@ -55,15 +55,15 @@ class StepLibrary:
             list(pool.map(self.compile, [*names, "delta_step_library.cpp"]))
         return self.link("step.so")
 
-    def corrupted(self, header: str, old: str, new: str) -> Path:
-        """A library whose tuned kernel for fp32 states was compiled with other text in one of its headers.
+    def corrupted(self, header: str, old: str, new: str, kernel: str = "step_bf16_fp32") -> Path:
+        """A library whose kernel (the tuned one for fp32 states) was compiled with other text in one of its headers.
 
         Every one has a name of its own: the loader takes a name that it has loaded before for the same library.
         """
         path = self.sources / "gated_delta_replay" / header
         text = path.read_text()
         path.write_text(replace_once(text, old, new))
-        self.compile("gated_delta_replay/step_bf16_fp32.cu")
+        self.compile(f"gated_delta_replay/{kernel}.cu")
         path.write_text(text)
         self.corruptions += 1
         return self.link(f"corrupted-{self.corruptions}.so")

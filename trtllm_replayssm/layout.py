@@ -31,7 +31,7 @@ CURSOR_WORDS = ("origin", "history_len", "pending_len", "limit")
 CURSOR_COPIES = 4
 #: Channels that share one cursor of the convolution; a kernel block owns whole groups of them.
 CONV_CURSOR_CHANNELS = 64
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 _COPY_DTYPE = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "int8": "int8"}
 #: Read copies with one fp32 scale per (head, headdim row); bf16 has fp32's exponent range and needs none.
@@ -234,7 +234,7 @@ class SlotLayout(_Layout):
     Regions (H = nheads, G = ngroups, P = headdim, N = dstate, R = ring_rows; rows marked * are padded to 16 bytes):
         cursor       int16 [H, copy, word]       see the module docstring
         state        state_dtype [H, P, N]       the checkpoint S0, divided by state_scale where there is one
-        state_scale  fp32 [H, copy]              fp32 states of Mamba-2 and GDN: what decays in place of the state's
+        state_scale  fp64 [H, copy]              fp32 states of Mamba-2 and GDN: what decays in place of the state's
                                                  elements (docs/math.md 4.2); equal copies as of the cursor
         read_copy    [H, P, N], read_scale fp32 [H, P]*   optional; value = copy * scale
         Mamba-2:     ring_x act [H, R, P], ring_b act [G, R, N], ring_dt fp32 [H, R]* (after bias, softplus, clamp)
@@ -256,7 +256,7 @@ class SlotLayout(_Layout):
         add.add("cursor", "int16", 8, head=s.nheads, copy=CURSOR_COPIES, word=len(CURSOR_WORDS))
         add.add("state", s.state_dtype, head=s.nheads, headdim=s.headdim, dstate=s.dstate)
         if s.has_state_scale:
-            add.add("state_scale", "float32", head=s.nheads, copy=CURSOR_COPIES)
+            add.add("state_scale", "float64", head=s.nheads, copy=CURSOR_COPIES)
         if s.read_copy != "none":
             add.add("read_copy", _COPY_DTYPE[s.read_copy], head=s.nheads, headdim=s.headdim, dstate=s.dstate)
         if s.read_copy in SCALED_COPIES:

@@ -96,8 +96,8 @@ class StatePool:
 
     def checkpoint(self, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The checkpoints of ``slots`` (int [n]; default all), [n, H, P, N] of the state dtype, a copy: what region
-        ``state`` holds times ``state_scale``, where the layout has one. Tokens that wait in the ring are not in it:
-        ``materialize`` folds them.
+        ``state`` holds times ``state_scale`` rounded to the state dtype, where the layout has one. Tokens that wait in
+        the ring are not in it: ``materialize`` folds them.
 
         Raises:
             ReplayError: a pool of a convolution; slots that are no int tensor [n], or name a slot that the pool lacks.
@@ -107,7 +107,7 @@ class StatePool:
         state = self["state"][chosen].clone() if slots is None else self["state"][chosen]
         if "state_scale" not in self:
             return state
-        return state * self["state_scale"][chosen][..., 0][..., None, None]
+        return state * self["state_scale"][chosen][..., 0].to(state.dtype)[..., None, None]
 
     def _chosen(self, slots: object) -> torch.Tensor:
         """The checked slots as int64."""

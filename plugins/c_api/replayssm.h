@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or a meaning changes. The Python binding refuses a library with another number. */
-#define REPLAYSSM_ABI_VERSION 3
+#define REPLAYSSM_ABI_VERSION 4
 
 typedef enum replayssm_status {
     REPLAYSSM_OK = 0,

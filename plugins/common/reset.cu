@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) reset_kernel(const __grid_constant__
     if (blockIdx.x != 0) return;
     for (int i = threadIdx.x; i < p.nheads * kCursorCopies; i += blockDim.x) {
         reinterpret_cast<Cursor*>(slot + p.cursor)[i] = reset_cursor(index, p.window, p.stagger);
-        if (p.state_scale >= 0) reinterpret_cast<float*>(slot + p.state_scale)[i] = 1.0f;
+        if (p.state_scale >= 0) reinterpret_cast<double*>(slot + p.state_scale)[i] = 1.0;
     }
 }
 

@@ -14,7 +14,7 @@ struct ResetParams {
     int64_t cursor = 0; // byte offsets in the slot
     int64_t state = 0;
     int64_t state_bytes = 0;  // a multiple of 16
-    int64_t state_scale = -1; // fp32 [H, 4 copies]; -1: none
+    int64_t state_scale = -1; // fp64 [H, 4 copies]; -1: none
     int64_t copy = -1;        // -1: no read copy
     int64_t copy_bytes = 0;
     int64_t scale = -1; // -1: no scales

@@ -13,7 +13,7 @@ namespace replayssm {
 constexpr int kCursorWords = 4;  // origin, history_len, pending_len, limit
 constexpr int kCursorCopies = 4; // equal copies per head, one for each block that may share the head
 constexpr int kConvCursorChannels = 64;
-constexpr uint32_t kLayoutVersion = 2;
+constexpr uint32_t kLayoutVersion = 3;
 constexpr int kMaxWindow = 64;
 constexpr int kMaxSpecLen = 16;
 constexpr int kMaxHeadDim = 256;
@@ -130,7 +130,7 @@ inline replayssm_layout slot_layout(const replayssm_recurrence_spec& s) {
     LayoutBuilder add(rows);
     add.add(kCursor, REPLAYSSM_INT16, {heads, kCursorCopies, kCursorWords}, 8);
     add.add(kState, s.state_dtype, {heads, headdim, dstate});
-    if (has_state_scale(s)) add.add(kStateScale, REPLAYSSM_FLOAT32, {heads, kCursorCopies});
+    if (has_state_scale(s)) add.add(kStateScale, REPLAYSSM_FLOAT64, {heads, kCursorCopies});
     if (s.read_copy != REPLAYSSM_COPY_NONE) add.add(kReadCopy, kCopyDtype[s.read_copy], {heads, headdim, dstate});
     if (s.read_copy >= REPLAYSSM_COPY_FP8_E4M3) add.add(kReadScale, decay, {heads, headdim});
     if (s.kind == REPLAYSSM_MAMBA2) {

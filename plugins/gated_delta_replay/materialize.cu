@@ -26,17 +26,18 @@ __global__ void __launch_bounds__(kDeltaMaxThreads, 1)
     const Cursor cursor = *reinterpret_cast<const Cursor*>(from + cursor_at);
     const int rows = clamp_count(count, cursor.history + cursor.pending);
     const bool scaled = p.pool.state_scale >= 0;
-    const int64_t scale_at = p.pool.state_scale + (head * kCursorCopies + quarter) * sizeof(float);
-    float scale = scaled ? *reinterpret_cast<const float*>(from + scale_at) : 1.0f;
+    const int64_t scale_at = p.pool.state_scale + (head * kCursorCopies + quarter) * sizeof(double);
+    double scale = scaled ? *reinterpret_cast<const double*>(from + scale_at) : 1.0;
     Tile tile;
     tile.load(from + state, lane, dstate);
-    fold_delta_ring<Tile, act_t>(tile, p.pool, p.shape, s, smem, from, head, quarter, cursor.origin, rows, scale);
-    if (sizeof(state_t) < sizeof(float) && scale != 1.0f) tile.multiply(scale);
+    const float rounded =
+        fold_delta_ring<Tile, act_t>(tile, p.pool, p.shape, s, smem, from, head, quarter, cursor.origin, rows, scale);
+    if (sizeof(state_t) < sizeof(float) && rounded != 1.0f) tile.multiply(rounded);
     tile.store(to + state, lane, dstate);
     __syncthreads(); // every thread has read cursor and scale
     if (threadIdx.x == 0) {
         *reinterpret_cast<Cursor*>(to + cursor_at) = reset_cursor(dst, p.shape.window, p.shape.stagger);
-        if (scaled) *reinterpret_cast<float*>(to + scale_at) = scale;
+        if (scaled) *reinterpret_cast<double*>(to + scale_at) = scale;
     }
 }
 

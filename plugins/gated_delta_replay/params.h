@@ -18,7 +18,7 @@ struct GatedDeltaSlots {
     int64_t slots = 0;
     int64_t cursor = 0;       // int16 [HV, 4 copies, 4 words]
     int64_t state = 0;        // state_t [HV, V, K]
-    int64_t state_scale = -1; // fp32 [HV, 4 copies]: what the state is multiplied by; -1: by 1
+    int64_t state_scale = -1; // fp64 [HV, 4 copies]: what the state is multiplied by; -1: by 1
     int64_t ring_k = 0;       // act_t [HK, ring_rows, K], before normalisation
     int64_t ring_k_rnorm = 0; // fp32 [HK, scalar_stride], 1/|k|
     int64_t ring_v = 0;       // act_t [HV, ring_rows, V], for folds

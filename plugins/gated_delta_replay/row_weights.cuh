@@ -16,30 +16,24 @@ struct alignas(16) RowWeights {
 //! KDA's.
 __device__ __forceinline__ RowWeights channel_row(float beta) { return {1.0f, 1.0f, beta, 0.0f}; }
 
-//! GDN's; moves the state's scale past the row. decay: exp(g).
-__device__ __forceinline__ RowWeights scale_row(float& scale, float decay, float beta) {
-    const ScaleStep step = advance_scale(scale, decay);
-    return {step.renew, step.scale, __fmul_rn(beta, step.inverse), 0.0f};
-}
-
-//! By a warp: those of 1 to 32 rows. Lane j has exp(g) and beta of row j, a decay of 1 from row `count` on, and gets what
-//! scale_row would give, called for one row after another. Mostly no row renews the scale: then that is a chain of
-//! products.
-__device__ __forceinline__ RowWeights scale_rows(float& scale, float decay, float beta, int count) {
+//! GDN's, by a warp: those of 1 to 32 rows, past which the state's scale is moved. Lane j has exp(g) and beta of row j, a
+//! decay of 1 from row `count` on, and gets what advance_scale gives, called for one row after another. Mostly no row
+//! renews the scale: then that is a chain of products.
+__device__ __forceinline__ RowWeights scale_rows(double& scale, float decay, float beta, int count) {
     constexpr int kTurn = 8; // rows; those that are not there change nothing
     const int lane = threadIdx.x & (kWarp - 1);
-    RowWeights own{1.0f, scale, 0.0f, 0.0f};
-    float product = scale;
+    RowWeights own{1.0f, 1.0f, 0.0f, 0.0f};
+    double product = scale, behind = scale; // behind: the lane's own row
 #pragma unroll 1
     for (int first = 0; first < count; first += kTurn)
 #pragma unroll
         for (int i = 0; i < kTurn; ++i) {
-            product = __fmul_rn(product, __shfl_sync(kFullMask, decay, first + i));
-            if (lane == first + i) own.scale = product;
+            product = next_scale(product, __shfl_sync(kFullMask, decay, first + i));
+            if (lane == first + i) behind = product;
         }
-    const bool stays = own.scale >= kLeastScale && own.scale <= kMostScale;
-    if (__all_sync(kFullMask, stays || lane >= count)) {
+    if (__all_sync(kFullMask, scale_stays(behind) || lane >= count)) {
         scale = product;
+        own.scale = static_cast<float>(behind);
     } else {
 #pragma unroll 1
         for (int first = 0; first < count; first += kTurn)

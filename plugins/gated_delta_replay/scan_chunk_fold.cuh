@@ -269,7 +269,7 @@ __device__ __forceinline__ void fold_spans(const ChunkWarp<Traits>& w, const Sca
         reinterpret_cast<Cursor*>(slot + p.pool.cursor)[copy] =
             reset_cursor(block.slot, p.shape.window, p.shape.stagger);
         if (!Traits::kChannels && p.pool.state_scale >= 0)
-            reinterpret_cast<float*>(slot + p.pool.state_scale)[copy] = 1.0f;
+            reinterpret_cast<double*>(slot + p.pool.state_scale)[copy] = 1.0;
     }
 }
 

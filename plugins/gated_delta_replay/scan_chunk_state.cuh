@@ -64,8 +64,8 @@ __device__ __forceinline__ void load_state(
     const char* slot = p.pool.base + number * p.pool.stride_bytes;
     const int64_t first = first_element(w);
     const bool scaled = !kChannels && p.pool.state_scale >= 0;
-    const auto* scales = reinterpret_cast<const float*>(slot + p.pool.state_scale) + w.head * kCursorCopies;
-    const float scale = scaled ? scales[part] : 1.0f;
+    const auto* scales = reinterpret_cast<const double*>(slot + p.pool.state_scale) + w.head * kCursorCopies;
+    const float scale = scaled ? static_cast<float>(scales[part]) : 1.0f;
 #pragma unroll
     for (int tile = 0; tile < Traits::kTiles; ++tile) {
         const int n = tile * 8 + 2 * w.q();

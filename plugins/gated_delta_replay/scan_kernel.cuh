@@ -35,15 +35,24 @@ struct ScanPart {
 
 //! What the fold needs of a batch of rows, in shared memory.
 struct BatchRows {
-    float* kn;      // [kScanBatch][K]
-    float* qn;      // [kScanBatch][K]
-    float* decays;  // [kScanBatch][K], KDA
-    float2* scalar; // {exp(g), beta} [kScanBatch]; KDA: exp(g) unused
+    float* kn;           // [kScanBatch][K]
+    float* qn;           // [kScanBatch][K]
+    float* decays;       // [kScanBatch][K], KDA
+    RowWeights* weights; // [kScanBatch]
 };
 
 __device__ __forceinline__ BatchRows batch_rows(char* smem, const DeltaScanShared& s) {
     return {reinterpret_cast<float*>(smem + s.kn), reinterpret_cast<float*>(smem + s.qn),
-        reinterpret_cast<float*>(smem + s.decays), reinterpret_cast<float2*>(smem + s.scalar)};
+        reinterpret_cast<float*>(smem + s.decays), reinterpret_cast<RowWeights*>(smem + s.scalar)};
+}
+
+//! By the block's first warp: what folds the rows of a batch; lane j has exp(g) (GDN) and beta of row j < count. Moves
+//! the state's scale (GDN) past the rows.
+template <bool kChannels>
+__device__ __forceinline__ void put_weights(RowWeights* weights, double& scale, float decay, float beta, int count) {
+    const int j = threadIdx.x;
+    const RowWeights own = kChannels ? channel_row(beta) : scale_rows(scale, j < count ? decay : 1.0f, beta, count);
+    if (j < count) weights[j] = own;
 }
 
 //! By the block: raw rows of tokens base .. base + count - 1 begin their way to shared memory.
@@ -122,10 +131,10 @@ __device__ __forceinline__ void channel_decays(const DeltaScanParams& params, co
         }
 }
 
-//! By the block: raw rows into fp32 rows, a token a warp.
+//! By the block: raw rows into fp32 rows, a token a warp. scale: put_weights.
 template <class act_t, int kPieces, bool kChannels>
-__device__ __forceinline__ void convert_batch(
-    const DeltaScanParams& params, char* smem, int head, float rate, const RawScalars& raw, int64_t base, int count) {
+__device__ __forceinline__ void convert_batch(const DeltaScanParams& params, char* smem, int head, float rate,
+    const RawScalars& raw, int64_t base, int count, double& scale) {
     const GatedDeltaScanParams& p = params.scan;
     const DeltaScanShared& s = params.shared;
     const BatchRows rows = batch_rows(smem, s);
@@ -143,19 +152,19 @@ __device__ __forceinline__ void convert_batch(
         channel_decays(params, smem, head, rate, base + t, t, row);
         row.store(rows.decays + t * dstate, dstate);
     }
-    if (threadIdx.x >= count) return;
+    if (threadIdx.x >= kWarp) return;
     float decay = 1.0f;
-    if (!kChannels) {
+    if (!kChannels && threadIdx.x < count) {
         const float bias = __ldg(static_cast<const float*>(p.in.dt_bias.data) + head * p.in.dt_bias.strides[0]);
         decay = expf(gate_of(p.shape, rate, bits_to_float(raw.a, p.in.a.dtype), bias));
     }
-    rows.scalar[threadIdx.x] = make_float2(decay, sigmoid(bits_to_float(raw.b, p.in.b.dtype)));
+    put_weights<kChannels>(rows.weights, scale, decay, sigmoid(bits_to_float(raw.b, p.in.b.dtype)), count);
 }
 
-//! By the block: ring rows base .. base + count - 1 behind the origin, as fp32 rows and raw v.
+//! By the block: ring rows base .. base + count - 1 behind the origin, as fp32 rows and raw v. scale: put_weights.
 template <class act_t, int kPieces, bool kChannels, int kRows>
 __device__ __forceinline__ void convert_ring(const DeltaScanParams& params, char* smem, const ScanPart<kRows>& at,
-    const char* slot, int origin, int base, int count) {
+    const char* slot, int origin, int base, int count, double& scale) {
     const GatedDeltaSlots& pool = params.scan.pool;
     const GatedDeltaShape& shape = params.scan.shape;
     const DeltaScanShared& s = params.shared;
@@ -177,20 +186,23 @@ __device__ __forceinline__ void convert_ring(const DeltaScanParams& params, char
     const act_t* ring_v = reinterpret_cast<const act_t*>(slot + pool.ring_v) + head * R * shape.headdim;
     for (int i = threadIdx.x; i < count * at.rows; i += blockDim.x)
         v[i] = ring_v[ring_at(i / at.rows) * shape.headdim + at.part * at.rows + i % at.rows];
-    if (threadIdx.x >= count) return;
-    const int64_t scalar = head * pool.scalar_stride + ring_at(threadIdx.x);
-    rows.scalar[threadIdx.x] =
-        make_float2(kChannels ? 1.0f : expf(floats(pool.ring_g)[scalar]), floats(pool.ring_beta)[scalar]);
+    if (threadIdx.x >= kWarp) return;
+    float decay = 1.0f, beta = 0.0f;
+    if (threadIdx.x < count) {
+        const int64_t scalar = head * pool.scalar_stride + ring_at(threadIdx.x);
+        if (!kChannels) decay = expf(floats(pool.ring_g)[scalar]);
+        beta = floats(pool.ring_beta)[scalar];
+    }
+    put_weights<kChannels>(rows.weights, scale, decay, beta, count);
 }
 
-//! Row t of the batch into the thread's state rows; scale: theirs, GDN.
+//! Row t of the batch into the thread's state rows. Returns the scale behind it, GDN.
 template <class act_t, bool kChannels, class Tile>
-__device__ __forceinline__ void fold_batch_row(Tile& tile, float& scale, const BatchRows& rows, const act_t* v,
-    int block_rows, int own, int t, int lane, int dstate) {
-    const float2 scalar = rows.scalar[t];
-    const RowWeights weights = kChannels ? channel_row(scalar.y) : scale_row(scale, scalar.x, scalar.y);
-    const DeltaRow row{weights, rows.decays + t * dstate, rows.kn + t * dstate};
+__device__ __forceinline__ float fold_batch_row(
+    Tile& tile, const BatchRows& rows, const act_t* v, int block_rows, int own, int t, int lane, int dstate) {
+    const DeltaRow row{rows.weights[t], rows.decays + t * dstate, rows.kn + t * dstate};
     tile.template fold<kChannels>(row, to_float(v[t * block_rows + own + Tile::fold_row(lane)]), lane, dstate);
+    return row.weights.scale;
 }
 
 //! The tile between registers and a state of any dtype.
@@ -243,9 +255,10 @@ __global__ void __launch_bounds__(2 * kMaxHeadDim, 1)
     Cursor* cursors = reinterpret_cast<Cursor*>(slot + p.pool.cursor) + at.head * kCursorCopies;
     const BatchRows rows = batch_rows(smem, s);
     const act_t* v = reinterpret_cast<const act_t*>(smem + s.raw_v);
-    float* scales = reinterpret_cast<float*>(slot + p.pool.state_scale) + at.head * kCursorCopies;
+    double* scales = reinterpret_cast<double*>(slot + p.pool.state_scale) + at.head * kCursorCopies;
     const bool scaled = !kChannels && p.pool.state_scale >= 0;
-    float scale = 1.0f; // GDN: the state is this times the tile
+    double scale = 1.0;   // GDN: the state is this times the tile; the first warp's goes on, row by row
+    float rounded = 1.0f; // every thread's
     Tile tile;
     tile.clear();
     if (p.has_initial != nullptr && p.has_initial[blockIdx.y]) {
@@ -254,18 +267,19 @@ __global__ void __launch_bounds__(2 * kMaxHeadDim, 1)
         if (params.state_dtype == REPLAYSSM_FLOAT16) load_as<__half>(tile, state, lane, dstate);
         const Cursor cursor = cursors[at.part];
         if (scaled) scale = scales[at.part];
+        rounded = static_cast<float>(scale);
         const int live = cursor.history + cursor.pending;
         for (int base = 0; base < live; base += kScanBatch) {
             const int count = min(kScanBatch, live - base);
-            convert_ring<act_t, kPieces, kChannels>(params, smem, at, slot, cursor.origin, base, count);
+            convert_ring<act_t, kPieces, kChannels>(params, smem, at, slot, cursor.origin, base, count, scale);
             __syncthreads();
             for (int j = 0; j < count; ++j)
-                fold_batch_row<act_t, kChannels>(tile, scale, rows, v, at.rows, own, j, lane, dstate);
+                rounded = fold_batch_row<act_t, kChannels>(tile, rows, v, at.rows, own, j, lane, dstate);
             __syncthreads();
         }
         if (!kChannels && !scaled) {
-            tile.multiply(scale);
-            scale = 1.0f;
+            tile.multiply(rounded);
+            scale = rounded = 1.0f;
         }
     }
     const float rate =
@@ -277,21 +291,21 @@ __global__ void __launch_bounds__(2 * kMaxHeadDim, 1)
         const int count = count_at(base);
         wait_for_own_copies();
         __syncthreads(); // raw rows are there, the batch before has been used
-        convert_batch<act_t, kPieces, kChannels>(params, smem, at.head, rate, raw, base, count);
+        convert_batch<act_t, kPieces, kChannels>(params, smem, at.head, rate, raw, base, count, scale);
         __syncthreads(); // fp32 rows are there
         copy_batch<act_t>(params, smem, at, base + kScanBatch, count_at(base + kScanBatch), stage ^ 1);
         raw = load_scalars<kChannels>(p, at.head, base + kScanBatch, count_at(base + kScanBatch));
         const act_t* v_now = reinterpret_cast<const act_t*>(smem + s.raw_v + stage * s.v_stage);
         for (int t = 0; t < count; ++t) {
-            fold_batch_row<act_t, kChannels>(tile, scale, rows, v_now, at.rows, own, t, lane, dstate);
+            rounded = fold_batch_row<act_t, kChannels>(tile, rows, v_now, at.rows, own, t, lane, dstate);
             float part[kRows];
             tile.template dot<1>(rows.qn + t * dstate, lane, dstate, part);
             Tile::template reduce<1>(part, lane);
-            if (!kChannels) part[0] *= scale;
+            if (!kChannels) part[0] *= rounded;
             if (lane % Tile::template sharers<1>() == 0) o[(base + t) * p.in.o.strides[1]] = from_float<act_t>(part[0]);
         }
     }
-    if (!kChannels && !scaled) tile.multiply(scale);
+    if (!kChannels && !scaled) tile.multiply(rounded);
     if (params.state_dtype == REPLAYSSM_FLOAT32) store_as<float>(tile, state, lane, dstate);
     if (params.state_dtype == REPLAYSSM_BFLOAT16) store_as<__nv_bfloat16>(tile, state, lane, dstate);
     if (params.state_dtype == REPLAYSSM_FLOAT16) store_as<__half>(tile, state, lane, dstate);

@@ -17,7 +17,7 @@ struct DeltaScanShared {
     uint32_t kn = 0;     // fp32 [kScanBatch][K]
     uint32_t qn = 0;     // fp32 [kScanBatch][K]
     uint32_t decays = 0; // KDA: fp32 [kScanBatch][K]
-    uint32_t scalar = 0; // float2 [kScanBatch]
+    uint32_t scalar = 0; // RowWeights [kScanBatch]
     uint32_t v_stage = 0;
     uint32_t bytes = 0;
     int gate_pieces = 0; // 16-byte pieces of a row of a; 0: read element by element
@@ -36,7 +36,7 @@ struct DeltaScanShared {
         kn = take_shared(end, fp32_rows);
         qn = take_shared(end, fp32_rows);
         decays = take_shared(end, channel_gates ? fp32_rows : 0);
-        scalar = take_shared(end, kScanBatch * 8);
+        scalar = take_shared(end, kScanBatch * 16);
         bytes = end;
     }
 };

@@ -132,7 +132,7 @@ struct HeadGates {
     float A_log, bias;
     float g, beta; // of token t; 0 in the other lanes
     float ring_g[kMaxWindow / kWarp], ring_beta[kMaxWindow / kWarp];
-    float scale = 1.0f;
+    double scale = 1.0;
 
     __device__ __forceinline__ void load_tokens(
         const GatedDeltaStepParams& p, const DeltaBlock& block, int head, bool channels) {
@@ -155,7 +155,7 @@ struct HeadGates {
 
     //! The item's copy; waits for the slot alone.
     __device__ __forceinline__ void load_scale(const GatedDeltaStepParams& p, const DeltaBlock& block, int copy) {
-        scale = block.region<const float>(p.pool.state_scale)[copy];
+        scale = block.region<const double>(p.pool.state_scale)[copy];
     }
 
     __device__ __forceinline__ void load_ring(
@@ -187,13 +187,13 @@ __device__ __forceinline__ void put_tensor_weight(char* weights, int groups, int
     *reinterpret_cast<__nv_bfloat16*>(at + 8) = __float2bfloat16_rn(value - __bfloat162float(first));
 }
 
-//! By one warp, in a folding step: what folds the committed rows. Returns the scale of the state that comes of it, which
-//! goes into the slot, to the copies of the block's items of the head, from `item` on.
+//! By one warp, in a folding step: what folds the committed rows. The scale of the state that comes of it goes into the
+//! slot, to the copies of the block's items of the head, from `item` on; returns it in fp32.
 template <class Traits>
 __device__ __forceinline__ float weigh_fold(
     const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b, int item, int buffer, const HeadGates& gates) {
     const int at = buffer * p.shared.committed_cap;
-    float scale = gates.scale;
+    double scale = gates.scale;
 #pragma unroll
     for (int i = 0; i < kMaxWindow / kWarp; ++i) {
         const int j = i * kWarp + b.lane();
@@ -208,8 +208,8 @@ __device__ __forceinline__ float weigh_fold(
     }
     if (Traits::channels(p) || !Traits::kScaledState) return 1.0f;
     if (b.lane() < min(b.items, Traits::kParts) * Traits::kCopies)
-        b.region<float>(p.pool.state_scale)[item * Traits::kCopies + b.lane()] = scale;
-    return scale;
+        b.region<double>(p.pool.state_scale)[item * Traits::kCopies + b.lane()] = scale;
+    return static_cast<float>(scale);
 }
 
 //! By one warp, for one head: beta of the tokens; what folds the committed rows; GDN: the decays from every row to
@@ -241,7 +241,8 @@ __device__ __forceinline__ void weigh_rows(
         }
     }
     if (!channels) up_to = expf(up_to);
-    const float scale = b.plan.flush ? weigh_fold<Traits>(p, smem, b, item, buffer, gates) : gates.scale;
+    const float scale =
+        b.plan.flush ? weigh_fold<Traits>(p, smem, b, item, buffer, gates) : static_cast<float>(gates.scale);
     float behind = 0.0f; // g of all rows behind this batch of 32
 #pragma unroll
     for (int i = kMaxWindow / kWarp - 1; i >= 0; --i) {

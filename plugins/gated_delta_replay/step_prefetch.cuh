@@ -61,7 +61,7 @@ struct InputPrefetch {
             if (i == 3) {
                 prefetch_line(cursor());
             } else if (i == 4) {
-                prefetch_line(slot + p.pool.state_scale + b.first_item * Traits::kCopies * 4);
+                prefetch_line(slot + p.pool.state_scale + b.first_item * Traits::kCopies * 8);
             } else if (i < 2 || !Traits::channels(p)) {
                 prefetch_line(slot + region + row * p.pool.scalar_stride * 4);
             }

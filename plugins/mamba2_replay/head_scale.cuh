@@ -12,17 +12,28 @@ namespace replayssm {
 //! A head's scales in a slot with an fp32 state.
 template <class Char>
 __device__ __forceinline__ auto* state_scales(Char* slot, const Mamba2Slots& pool, int head) {
-    using Float = std::conditional_t<std::is_const_v<Char>, const float, float>;
-    return reinterpret_cast<Float*>(slot + pool.state_scale) + head * kCursorCopies;
+    using Double = std::conditional_t<std::is_const_v<Char>, const double, double>;
+    return reinterpret_cast<Double*>(slot + pool.state_scale) + head * kCursorCopies;
 }
 
-//! By one warp: moves `scale` past `count` rows, at most 32; lane j has the decay of row j, 1 where there is none.
-//! Returns what lane j's row needs (behind the rows: nothing to do, and the last scale). end: the next row that renews,
-//! or count.
-__device__ __forceinline__ ScaleStep advance_rows(float& scale, float decay, int count, int& end) {
+//! By one warp: moves `scale` past 1 to 32 rows; lane j has the decay of row j, 1 where there is none. Returns what lane
+//! j's row needs, as advance_scale would for one row after another (behind the rows: nothing to do, and the last scale).
+//! end: the next row that renews, or count. Mostly no row renews: then that is a chain of products.
+__device__ __forceinline__ ScaleStep advance_rows(double& scale, float decay, int count, int& end) {
     const int lane = threadIdx.x & (kWarp - 1);
-    float before = scale;
+    double product = scale, own = scale;
     end = count;
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) {
+        product = next_scale(product, __shfl_sync(kFullMask, decay, j));
+        if (lane >= j) own = product;
+    }
+    if (__all_sync(kFullMask, scale_stays(own))) {
+        scale = product;
+        const float rounded = static_cast<float>(own);
+        return {1.0f, rounded, __frcp_rn(rounded)};
+    }
+    double before = scale;
 #pragma unroll 4
     for (int j = 0; j < count; ++j) {
         const bool renews = advance_scale(scale, __shfl_sync(kFullMask, decay, j)).renew != 1.0f;

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const int rows = clamp_count(count, cursor.history + cursor.pending);
     Tile tile;
     tile.template load<false>(from + state, lane, dstate);
-    float scale = load_scale<state_t>(p.pool, from, head, quarter);
+    BlockScale scale(load_scale<state_t>(p.pool, from, head, quarter));
     const float A = __ldg(p.A + head * p.A_stride);
     fold_ring<Tile, act_t>(tile, p.pool, p.shape, s, smem, from, head, quarter, A, cursor.origin, rows, scale);
     store_checkpoint(tile, p.pool, to, to + state, head, quarter, dstate, scale); // every thread has read the cursor

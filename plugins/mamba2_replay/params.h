@@ -17,7 +17,7 @@ struct Mamba2Slots {
     int64_t slots = 0;
     int64_t cursor = 0;       // int16 [H, 4 copies, 4 words]
     int64_t state = 0;        // state_t [H, P, N]
-    int64_t state_scale = -1; // fp32 [H, 4 copies]: what the state is multiplied by; -1: by 1
+    int64_t state_scale = -1; // fp64 [H, 4 copies]: what the state is multiplied by; -1: by 1
     int64_t ring_x = 0;       // act_t [H, ring_rows, P]
     int64_t ring_b = 0;       // act_t [G, ring_rows, N]
     int64_t ring_dt = 0;      // fp32 [H, ring_dt_stride], ring_rows used

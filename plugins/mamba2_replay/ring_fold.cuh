@@ -17,8 +17,8 @@ struct alignas(16) BatchRow {
     float renew, input, scale;
 };
 
-//! By the block's first warp: lane j has decay and dt of row j < count, behind them 1 and 0. scale: in front of the rows.
-__device__ __forceinline__ void put_batch_rows(BatchRow* rows, float scale, float decay, float dt, int count) {
+//! By the block's first warp: lane j has decay and dt of row j < count, behind them 1 and 0. Moves `scale` past the rows.
+__device__ __forceinline__ void put_batch_rows(BatchRow* rows, double& scale, float decay, float dt, int count) {
     int end;
     const ScaleStep step = advance_rows(scale, decay, count, end);
     if (static_cast<int>(threadIdx.x) < count)
@@ -49,20 +49,30 @@ struct BatchShared {
 
 //! The scale of a head's checkpoint as a block with `quarter` of it reads it: of fp32 states; 16-bit ones have none.
 template <class state_t>
-__device__ __forceinline__ float load_scale(const Mamba2Slots& pool, const char* slot, int head, int quarter) {
-    return sizeof(state_t) == sizeof(float) ? state_scales(slot, pool, head)[quarter] : 1.0f;
+__device__ __forceinline__ double load_scale(const Mamba2Slots& pool, const char* slot, int head, int quarter) {
+    return sizeof(state_t) == sizeof(float) ? state_scales(slot, pool, head)[quarter] : 1.0;
 }
+
+//! A scale over the batches of a block: exact in the first warp, which moves it (put_batch_rows), and rounded as the
+//! elements meet it in every thread, which has it from the rows (BatchRow).
+struct BlockScale {
+    double exact = 1.0;
+    float rounded = 1.0f;
+
+    BlockScale() = default;
+    __device__ __forceinline__ explicit BlockScale(double scale) : exact(scale), rounded(static_cast<float>(scale)) {}
+};
 
 //! By the block: the checkpoint's part in `tile`, which is `scale` times it, to `state`; the scale by one thread, when
 //! all have read what was there.
 template <class Tile>
-__device__ __forceinline__ void store_checkpoint(
-    Tile& tile, const Mamba2Slots& pool, char* slot, char* state, int head, int quarter, int dstate, float scale) {
+__device__ __forceinline__ void store_checkpoint(Tile& tile, const Mamba2Slots& pool, char* slot, char* state, int head,
+    int quarter, int dstate, const BlockScale& scale) {
     constexpr bool kScaled = sizeof(typename Tile::state_t) == sizeof(float);
-    if (!kScaled) tile.multiply(scale);
+    if (!kScaled) tile.multiply(scale.rounded);
     tile.store(state, threadIdx.x & 7, dstate);
     __syncthreads();
-    if (kScaled && threadIdx.x == 0) state_scales(slot, pool, head)[quarter] = scale;
+    if (kScaled && threadIdx.x == 0) state_scales(slot, pool, head)[quarter] = scale.exact;
 }
 
 //! By the block: fold logical rows 0..count-1 of the ring into tile, which is worth `scale` times it. Every thread of
@@ -70,7 +80,7 @@ __device__ __forceinline__ void store_checkpoint(
 template <class Tile, class act_t>
 __device__ __forceinline__ void fold_ring(Tile& tile, const Mamba2Slots& pool, const Mamba2Shape& shape,
     const BatchShared& s, char* smem, const char* slot, int head, int quarter, float A, int origin, int count,
-    float& scale) {
+    BlockScale& scale) {
     const int lane = threadIdx.x & 7, own = threadIdx.x >> 3;
     float* B = reinterpret_cast<float*>(smem + s.B);
     float* x = reinterpret_cast<float*>(smem + s.x);
@@ -89,7 +99,7 @@ __device__ __forceinline__ void fold_ring(Tile& tile, const Mamba2Slots& pool, c
         if (threadIdx.x < kWarp) {
             const int j = threadIdx.x;
             const float dt = j < rows ? ring_dt[ring_row(first, j, pool.ring_rows)] : 0.0f;
-            put_batch_rows(batch, scale, decay_of(A, dt), dt, rows);
+            put_batch_rows(batch, scale.exact, decay_of(A, dt), dt, rows);
         }
         __syncthreads();
         for (int j = 0; j < rows; ++j) {
@@ -97,13 +107,13 @@ __device__ __forceinline__ void fold_ring(Tile& tile, const Mamba2Slots& pool, c
             const float w[1] = {__fmul_rn(row.input, x[j * s.block_rows + own])};
             tile.multiply(row.renew);
             tile.fold(w, B + j * s.n_pad, lane, shape.dstate);
-            scale = row.scale;
+            scale.rounded = row.scale;
         }
         __syncthreads();
     }
     if (sizeof(typename Tile::state_t) == sizeof(float)) return;
-    tile.multiply(scale);
-    scale = 1.0f;
+    tile.multiply(scale.rounded);
+    scale = BlockScale();
 }
 
 } // namespace replayssm

@@ -16,10 +16,11 @@
 
 namespace replayssm {
 
-//! By the block: tokens base .. base + count - 1 of one sequence into shared memory. scale: in front of them.
+//! By the block: tokens base .. base + count - 1 of one sequence into shared memory; the first warp moves `scale` past
+//! them.
 template <class Tile, class act_t>
 __device__ __forceinline__ void load_batch(const Mamba2ScanParams& p, const BatchShared& s, char* smem, int64_t base,
-    int count, int head, int64_t first_row, float A, float scale) {
+    int count, int head, int64_t first_row, float A, double& scale) {
     const int64_t group = head / p.shape.heads_per_group;
     load_token_rows<Tile, act_t>(p.in.B, base * p.in.B.strides[1] + group * p.in.B.strides[2], count, p.shape.dstate,
         reinterpret_cast<float*>(smem + s.B), s.n_pad);
@@ -66,11 +67,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) mamba2_scan_kernel(const __gri
         slot + p.pool.state + ((static_cast<int64_t>(head) * p.shape.headdim + row) * dstate) * sizeof(state_t);
     Cursor* cursors = reinterpret_cast<Cursor*>(slot + p.pool.cursor) + head * kCursorCopies + quarter;
     Tile tile;
-    float scale = 1.0f;
+    BlockScale scale;
     if (p.has_initial != nullptr && p.has_initial[sequence]) {
         const Cursor cursor = *cursors;
         tile.template load<false>(state, lane, dstate);
-        scale = load_scale<state_t>(p.pool, slot, head, quarter);
+        scale = BlockScale(load_scale<state_t>(p.pool, slot, head, quarter));
         fold_ring<Tile, act_t>(tile, p.pool, p.shape, s, smem, slot, head, quarter, A, cursor.origin,
             cursor.history + cursor.pending, scale);
     } else {
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) mamba2_scan_kernel(const __gri
     const BatchRow* batch = reinterpret_cast<const BatchRow*>(smem + s.rows);
     for (int64_t base = begin; base < end; base += kBatch) {
         const int count = static_cast<int>(min(static_cast<int64_t>(kBatch), end - base));
-        load_batch<Tile, act_t>(p, s, smem, base, count, head, quarter * s.block_rows, A, scale);
+        load_batch<Tile, act_t>(p, s, smem, base, count, head, quarter * s.block_rows, A, scale.exact);
         __syncthreads();
         for (int t = 0; t < count; ++t) {
             const float x_own = x[t * s.block_rows + own];
@@ -95,11 +96,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) mamba2_scan_kernel(const __gri
             const float w[1] = {__fmul_rn(row.input, x_own)};
             tile.multiply(row.renew);
             tile.fold(w, B + t * s.n_pad, lane, dstate);
-            scale = row.scale;
+            scale.rounded = row.scale;
             float part[1];
             tile.template dot<1>(C + t * s.n_pad, s.n_pad, lane, dstate, part);
             Tile::template reduce<1>(part, lane);
-            float value = __fmaf_rn(D, x_own, __fmul_rn(scale, part[0]));
+            float value = __fmaf_rn(D, x_own, __fmul_rn(scale.rounded, part[0]));
             if (lane != 0) continue;
             if (z != nullptr) value *= silu(to_float(z[(base + t) * p.in.z.strides[1]]));
             y[(base + t) * p.in.y.strides[1]] = from_float<act_t>(value);

@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_state(
             for (int i = 0; i < 4; ++i)
                 S[tile][i] = __fmul_rn(S[tile][i], by);
     };
-    float scale = p.pool.state_scale >= 0 ? *state_scales(slot, p.pool, w.head()) : 1.0f;
+    double scale = p.pool.state_scale >= 0 ? *state_scales(slot, p.pool, w.head()) : 1.0;
     const float A = reinterpret_cast<const float2*>(w.smem + w.layout().rates)[w.local()].x;
     const Cursor cursor = reinterpret_cast<const Cursor*>(slot + p.pool.cursor)[w.head() * kCursorCopies];
     const int64_t R = p.pool.ring_rows;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_state(
                 S[tile][i] = fold_element(S[tile][i], i < 2 ? upper : lower, b[i & 1]);
         }
     }
-    multiply(scale);
+    multiply(static_cast<float>(scale));
 }
 
 //! The warp's state rows, with a scale of 1, and the cursors of its head, into the slot.
@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_state(
     if (w.sub() == 0 && w.lane() < kCursorCopies) {
         Cursor* cursors = reinterpret_cast<Cursor*>(slot + p.pool.cursor) + w.head() * kCursorCopies;
         cursors[w.lane()] = reset_cursor(number, p.shape.window, p.shape.stagger);
-        if (p.pool.state_scale >= 0) state_scales(slot, p.pool, w.head())[w.lane()] = 1.0f;
+        if (p.pool.state_scale >= 0) state_scales(slot, p.pool, w.head())[w.lane()] = 1.0;
     }
 }
 

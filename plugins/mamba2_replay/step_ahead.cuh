@@ -42,7 +42,7 @@ __device__ __forceinline__ void prefetch_work(const Mamba2StepParams& p, int tar
         prefetch_block(
             b.slot + p.pool.ring_dt + (b.first_head + k) * p.pool.ring_dt_stride * 4, p.pool.ring_dt_stride * 4);
     }
-    constexpr int kScaleBytes = kCursorCopies * static_cast<int>(sizeof(float));
+    constexpr int kScaleBytes = kCursorCopies * static_cast<int>(sizeof(double));
     if (sizeof(state_t) == sizeof(float))
         prefetch_block(b.slot + p.pool.state_scale + b.first_head * kScaleBytes, b.heads * kScaleBytes);
     constexpr int kBytes = kDstate * static_cast<int>(sizeof(act_t));

@@ -8,7 +8,7 @@ namespace replayssm {
 //! What one warp needs to weigh the rows of a head, loaded long before: lane t has token t, lane j ring rows j, j + 32.
 struct HeadScalars {
     float A = 0.0f;
-    float scale = 1.0f; // of the state in front of a fold; fp32 states
+    double scale = 1.0; // of the state in front of a fold; fp32 states
     RawStep raw;
     float ring_dt[kMaxWindow / kWarp];
 
@@ -60,13 +60,13 @@ __device__ __forceinline__ void put_weight(
     at[2] = __float2bfloat16_rn(value - __bfloat162float(first));
 }
 
-//! By one warp: what folds the committed rows of a head. Returns the scale behind them, which goes to the slot.
+//! By one warp: what folds the committed rows of a head. The scale behind them goes to the slot; returns it in fp32.
 template <StepForm kForm, bool kScaled>
 __device__ __forceinline__ float weigh_fold(
     const Mamba2StepParams& p, char* smem, const StepBlock& b, int k, const HeadScalars& scalars) {
     const int lane = b.thread & (kWarp - 1);
     FoldRow* rows = reinterpret_cast<FoldRow*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens + 1);
-    float scale = kScaled ? scalars.scale : 1.0f;
+    double scale = kScaled ? scalars.scale : 1.0;
 #pragma unroll
     for (int i = 0; i < kMaxWindow / kWarp; ++i) {
         const int first = i * kWarp, count = min(b.plan.committed - first, kWarp);
@@ -80,9 +80,9 @@ __device__ __forceinline__ float weigh_fold(
         constexpr int kCopies = kForm == StepForm::kGeneric ? 1 : kCursorCopies; // of this block
         if (lane < kCopies) state_scales(b.slot, p.pool, b.first_head + k)[b.split * kCopies + lane] = scale;
     } else if (lane == 0) {
-        rows[b.plan.committed].renew = scale;
+        rows[b.plan.committed].renew = static_cast<float>(scale);
     }
-    return scale;
+    return static_cast<float>(scale);
 }
 
 //! By one warp: what folds the committed rows, or else the weight of every row in every token's output (one token: but
@@ -114,7 +114,7 @@ __device__ __forceinline__ void weigh_rows(const Mamba2StepParams& p, char* smem
             if (lane >= d) up_to *= other;
         }
     }
-    float scale = kScaled ? scalars.scale : 1.0f;
+    float scale = kScaled ? static_cast<float>(scalars.scale) : 1.0f;
     if (b.plan.flush) scale = weigh_fold<kForm, kScaled>(p, smem, b, k, scalars);
     float behind = 1.0f; // product of the decays of all rows behind this batch of 32
 #pragma unroll

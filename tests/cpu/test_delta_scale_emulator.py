@@ -16,6 +16,7 @@ from replay_cases import (
     make_inputs,
     oracle,
     raw_state,
+    run_scan,
     set_state,
 )
 
@@ -240,16 +241,49 @@ def test_a_zeroed_slot_heals_itself(emulated, spec_len):
     assert_scales(pool, renewed=True)
 
 
+def weak_gates_error(kernel: bool) -> float:
+    """Error in norm, over that of the state, behind 600 tokens of one gate near 0 and a scale of 0.55 in front of them:
+    of the exact scan, or of the reference, which multiplies every element by every decay (and has a scale of 1)."""
+    spec, count = spec_of((2, 1, 16, 16), act_dtype="float32"), 600
+    made = make_inputs(spec, 2, count, seed=3)
+    inputs = Inputs(spec, made.tokens | {"a": torch.full_like(made.tokens["a"], -14.0)},
+                    {name: torch.zeros_like(value) for name, value in made.params.items()})  # fmt: skip
+    decay = torch.exp(-torch.nn.functional.softplus(torch.tensor(-14.0))).double()
+    raw = (-decay.log()).expm1().log()  # the gate whose decay in float64 is the fp32 one
+    exact = Inputs(spec, inputs.tokens | {"a": raw.expand(inputs.tokens["a"].shape)}, inputs.params)
+    pool = pool_of(spec, random_state(spec).float(), 0.55 if kernel else 1.0)
+
+    def checkpoint() -> torch.Tensor:
+        return pool["state"][SLOTS.long()] * pool["state_scale"][SLOTS.long()][..., :1, None]
+
+    want = oracle(exact, state=checkpoint())[1]
+    if kernel:
+        scan(pool, inputs, 0, count, resume=True)
+    else:
+        run_scan(pool, SLOTS.tolist(), inputs, [(0, 0, count), (1, 0, count)], resume=True)
+    return float((checkpoint() - want).norm() / want.norm())
+
+
+def test_a_scale_does_not_drift(emulated, built):
+    """Under weak gates a state is as near to float64 as where decays meet every element; not so with an fp32 scale."""
+    ours, plain = weak_gates_error(kernel=True), weak_gates_error(kernel=False)
+    product = "__dmul_rn(scale, static_cast<double>(decay))"
+    single = "__fmul_rn(static_cast<float>(scale), decay)"
+    emulated(built.corrupted("../common/state_scale.cuh", product, single, kernel="scan_fp32"))
+    rounded = weak_gates_error(kernel=True)
+    assert ours <= plain < rounded
+
+
 #: Header, text of the kernel, and what replaces it.
 CORRUPTIONS = {
     "weight": ("row_weights.cuh", "__fmul_rn(beta, __frcp_rn(own.scale))", "beta"),
-    "range": ("row_weights.cuh", "__all_sync(kFullMask, stays || lane >= count)", "true"),
+    "range": ("row_weights.cuh", "__all_sync(kFullMask, scale_stays(behind) || lane >= count)", "true"),
     "renewal": ("row_weights.cuh", "own.renew = step.renew, own.scale", "own.scale"),
     "held": ("fold.cuh", "__fmul_rn(row.weights.scale, part[0])", "part[0]"),
     "one token": ("step_parts.cuh", "1.0f : expf(behind) * up_to * scale)", "1.0f : expf(behind) * up_to)"),
     "several tokens": ("step_parts.cuh", "decay = expf(behind) * up_to * scale;", "decay = expf(behind) * up_to;"),
     "copies": ("step_parts.cuh", "min(b.items, Traits::kParts) * Traits::kCopies)", "Traits::kCopies)"),
-    "load": ("step_parts.cuh", "float scale = gates.scale;", "float scale = 1.0f;"),
+    "load": ("step_parts.cuh", "double scale = gates.scale;", "double scale = 1.0;"),
     "store": (
         "step_parts.cuh",
         "[item * Traits::kCopies + b.lane()] = scale;",
@@ -257,8 +291,8 @@ CORRUPTIONS = {
     ),
     "after a fold": (
         "step_parts.cuh",
-        "item, buffer, gates) : gates.scale;",
-        "item, buffer, gates), 1.0f : gates.scale;",
+        "item, buffer, gates) : static_cast<float>(gates.scale);",
+        "item, buffer, gates), 1.0f : static_cast<float>(gates.scale);",
     ),
 }
 

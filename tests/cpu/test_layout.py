@@ -104,7 +104,7 @@ def test_regions_of_each_kind() -> None:
         "read_copy": ("float8_e4m3", (6, 16, 24)),
         "read_scale": ("float32", (6, 16)),
     }
-    scale = {"state_scale": ("float32", (6, CURSOR_COPIES))}
+    scale = {"state_scale": ("float64", (6, CURSOR_COPIES))}
     for kind, rings in expected.items():
         layout = SlotLayout(RecurrenceSpec(kind, **shape, read_copy="fp8_e4m3"))
         own = rings if kind == "kimi_delta" else {**scale, **rings}
@@ -242,8 +242,8 @@ TEXTS: list[tuple[str, str]] = [
     ("[1]", "layout text must be a JSON object"),
     (_changed(layout="conv"), "layout is 'conv'; this reads 'slot'"),
     (_changed(layout=...), "layout is None; this reads 'slot'"),
-    (_changed(version=0), "version is 0; it must be 2"),
-    (_changed(version=...), "version is None; it must be 2"),
+    (_changed(version=0), "version is 0; it must be 3"),
+    (_changed(version=...), "version is None; it must be 3"),
     (_changed(spec=...), "RecurrenceSpec needs kind, nheads"),
     (_changed(spec=[]), "RecurrenceSpec data is list"),
     (

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from mamba2_emulator import Mamba2Library
-from replay_cases import Inputs, assert_same_bits
+from replay_cases import Inputs, assert_same_bits, oracle
 
-from trtllm_replayssm import RecurrenceSpec, SlotLayout, kernels
+from trtllm_replayssm import RecurrenceSpec, SlotLayout, kernels, reference
 from trtllm_replayssm.kernels import library, mamba2, state, tensors
 from trtllm_replayssm.pool import StatePool, torch_dtype
 
@@ -266,15 +266,50 @@ def test_a_slot_of_zeros_is_an_empty_one(window):
     check_state(checkpoint(pools[1], slots, inputs), inputs)
 
 
+def weak_gates_error(spec: RecurrenceSpec, exact_scan: bool) -> float:
+    """Error in norm, over that of the state, behind 600 tokens of one decay near 1 and a scale of 0.55 in front of
+    them: of the exact scan, or of the reference, which multiplies every element by every decay (its scale is 1)."""
+    count, rng, size = 600, torch.Generator().manual_seed(4), (ROWS, spec.nheads, spec.headdim, spec.dstate)
+    A = torch.tensor([-1.03e-6, -4.4e-7])
+    tokens = {"x": 0.1 * torch.randn(ROWS, count, spec.nheads, spec.headdim, generator=rng)}
+    tokens["dt"] = torch.ones(ROWS, count, spec.nheads)
+    tokens |= {n: torch.randn(ROWS, count, spec.ngroups, spec.dstate, generator=rng) for n in "BC"}
+    inputs, (pool, slots) = Inputs(spec, tokens, {"A": A}), new_pool(spec)
+    pool["state"][slots.long()] = torch.randn(size, generator=rng)
+    if exact_scan:
+        pool["state_scale"].fill_(0.55)
+    before = pool["state"][slots.long()] * pool["state_scale"][slots.long()][..., :1, None]
+    packed, ends = inputs.packed([(row, 0, count) for row in range(ROWS)])
+    run = kernels.mamba2_scan if exact_scan else reference.mamba2_scan
+    option = {"exact": True} if exact_scan else {}
+    run(pool, slots, **packed, A=A, cu_seqlens=ends, has_initial=torch.full((ROWS,), True), **option)
+    after = pool["state"][slots.long()] * pool["state_scale"][slots.long()][..., :1, None]
+    rates = torch.exp(A).double().log()  # whose decays in float64 are the fp32 ones
+    want = oracle(Inputs(spec, tokens, {"A": rates}), state=before)[1]
+    return float((after - want).norm() / want.norm())
+
+
+def test_a_scale_does_not_drift(use, built):
+    """Under weak gates a state is as near to float64 as where decays meet every element; not so with an fp32 scale,
+    which is rounded alike at every token."""
+    spec = spec_of(act_dtype="float32")
+    ours, plain = weak_gates_error(spec, True), weak_gates_error(spec, False)
+    product = "__dmul_rn(scale, static_cast<double>(decay))"
+    single = "__fmul_rn(static_cast<float>(scale), decay)"
+    use(built.corrupted_scan("common", "state_scale.cuh", product, single))
+    rounded = weak_gates_error(spec, True)
+    assert ours <= plain < rounded
+
+
 @pytest.mark.parametrize(
     "header, old, new",
     [
         ("scan_kernel.cuh", "tile.multiply(row.renew);", ""),
-        ("scan_kernel.cuh", "__fmul_rn(scale, part[0])", "part[0]"),
-        ("scan_kernel.cuh", "scale = load_scale<state_t>(p.pool, slot, head, quarter);", ""),
-        ("ring_fold.cuh", "tile.multiply(scale);\n    scale = 1.0f;", ""),
+        ("scan_kernel.cuh", "__fmul_rn(scale.rounded, part[0])", "part[0]"),
+        ("scan_kernel.cuh", "scale = BlockScale(load_scale<state_t>(p.pool, slot, head, quarter));", ""),
+        ("ring_fold.cuh", "tile.multiply(scale.rounded);\n    scale = BlockScale();", ""),
         ("ring_fold.cuh", "tile.multiply(row.renew);", ""),
-        ("state_scale.cuh", "__frcp_rn(scale)", "__frcp_rn(next)"),
+        ("state_scale.cuh", "rounded, __frcp_rn(rounded)", "rounded, __frcp_rn(static_cast<float>(next))"),
     ],
     ids=["renewal", "outputs", "initial-scale", "end-of-a-16-bit-fold", "renewal-of-the-ring", "inverse"],
 )

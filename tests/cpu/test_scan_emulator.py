@@ -105,8 +105,8 @@ CORRUPTIONS = {
         "self().meet();  // decayed scores are there",
         "",
     ),
-    "an initial state without its scale": ("scan_mma_state.cuh", "    multiply(scale);\n", ""),
-    "a scale that stays": ("scan_mma_state.cuh", "[w.lane()] = 1.0f;", "[w.lane()];"),
+    "an initial state without its scale": ("scan_mma_state.cuh", "    multiply(static_cast<float>(scale));\n", ""),
+    "a scale that stays": ("scan_mma_state.cuh", "[w.lane()] = 1.0;", "[w.lane()];"),
 }
 
 

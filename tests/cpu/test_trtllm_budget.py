@@ -40,7 +40,7 @@ def published(name: str, dtype: str = "bfloat16", state_dtype: str = "float32") 
 def test_small_model_by_hand() -> None:
     """H=4, P=16, N=16, G=2, fp32, window 16: 17 ring rows.
 
-    cursor 4*4*8 = 128 | state 4*16*16*4 = 4096 | scale 4*4*4 = 64 -> 128 | x 4*17*16*4 = 4352 | B 2*17*16*4 = 2176 |
+    cursor 4*4*8 = 128 | state 4*16*16*4 = 4096 | scale 4*4*8 = 128 | x 4*17*16*4 = 4352 | B 2*17*16*4 = 2176 |
     dt 4*80 = 320: each starts on a multiple of 128. Convolution, C = 128: cursor 2*8 = 16 -> 128 | 4 columns of 512.
     """
     config = make_config("mamba2")

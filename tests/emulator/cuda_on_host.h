@@ -369,6 +369,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 //! fmaf rounds once; the others must not be contracted, see -ffp-contract=off
 //! of the test.
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }

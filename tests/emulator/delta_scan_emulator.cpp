@@ -214,7 +214,7 @@ void Case::lay_out_pool() {
     pool.ring_rows = pool.scalar_stride = kRingRows;
     pool.cursor = take(H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
     pool.state = take(H * V * K * 4);
-    if (!options.kda) pool.state_scale = take(H * kCursorCopies * 4);
+    if (!options.kda) pool.state_scale = take(H * kCursorCopies * 8);
     pool.ring_k = take(G * kRingRows * K * 2);
     pool.ring_k_rnorm = take(G * kRingRows * 4);
     pool.ring_v = take(H * kRingRows * V * 2);
@@ -236,7 +236,7 @@ void Case::fill_slot(int sequence) {
     for (int i = 0; i < H * V * K; ++i)
         reinterpret_cast<float*>(at + pool.state)[i] = normal() / (options.kda ? 1.0f : first_scale(i / (V * K)));
     for (int i = 0; i < H * kCursorCopies && !options.kda; ++i)
-        reinterpret_cast<float*>(at + pool.state_scale)[i] = first_scale(i / kCursorCopies);
+        reinterpret_cast<double*>(at + pool.state_scale)[i] = first_scale(i / kCursorCopies);
     const auto fill = [&](int64_t region, int blocks, int row, int width, auto value) {
         for (int i = 0; i < blocks * width; ++i) {
             auto made = value();
@@ -394,7 +394,7 @@ std::vector<double> normalised(const Bf16* row, int K, double scale) {
 //! What the elements in a slot are multiplied by.
 double state_scale(const Case& c, const char* slot, int head) {
     if (c.pool.state_scale < 0) return 1.0;
-    return reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies];
+    return reinterpret_cast<const double*>(slot + c.pool.state_scale)[head * kCursorCopies];
 }
 
 //! What the sequence starts from; slot: as it was before the kernel ran.
@@ -474,9 +474,9 @@ void compare_head(const Case& c, HeadState state, int sequence, int head, Measur
         const Cursor& k = cursor[copy];
         out.cursors += k.origin != 0 || k.history != 0 || k.pending != 0 || k.limit != kWindow;
         if (c.pool.state_scale < 0) continue;
-        const float scale = reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
-        out.cursors += scale != static_cast<float>(state_scale(c, slot, head)) ||
-            !(scale >= kLeastScale && scale <= kMostScale) || (c.options.kernel == "chunk" && scale != 1.0f);
+        const double scale = reinterpret_cast<const double*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
+        out.cursors += scale != state_scale(c, slot, head) || !(scale >= kLeastScale && scale <= kMostScale) ||
+            (c.options.kernel == "chunk" && scale != 1.0);
     }
 }
 
@@ -490,7 +490,7 @@ int count_touched(const Case& c, std::vector<char> before) {
             const int64_t slot = c.pool.stride_bytes * c.slots[i];
             const int64_t state_end = c.pool.state + 4ll * c.options.heads * c.options.headdim * c.options.dstate;
             const int64_t written =
-                c.pool.state_scale < 0 ? state_end : c.pool.state_scale + 4ll * c.options.heads * kCursorCopies;
+                c.pool.state_scale < 0 ? state_end : c.pool.state_scale + 8ll * c.options.heads * kCursorCopies;
             std::copy_n(c.memory.begin() + slot, written, before.begin() + slot);
         }
         for (int token = c.starts[i]; c.slots[i] < 0 && token < c.starts[i + 1]; ++token) {

@@ -88,7 +88,7 @@ struct Case {
     int group_of(int head) const { return head / (options.heads / options.groups); }
     char* slot(int sequence) { return memory.data() + pool.stride_bytes * slots[sequence]; }
     float* state(int sequence) { return reinterpret_cast<float*>(slot(sequence) + pool.state); }
-    float* scales(int sequence) { return reinterpret_cast<float*>(slot(sequence) + pool.state_scale); }
+    double* scales(int sequence) { return reinterpret_cast<double*>(slot(sequence) + pool.state_scale); }
 
     Options options;
     std::mt19937 random{1};
@@ -180,7 +180,7 @@ void Case::lay_out_pool() {
     pool.ring_rows = pool.ring_dt_stride = kRingRows;
     pool.state = end_of(pool.cursor, H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
     pool.state_scale = end_of(pool.state, H * P * N * 4);
-    pool.ring_x = end_of(pool.state_scale, H * kCursorCopies * 4);
+    pool.ring_x = end_of(pool.state_scale, H * kCursorCopies * 8);
     pool.ring_b = end_of(pool.ring_x, H * kRingRows * P * 2);
     pool.ring_dt = end_of(pool.ring_b, options.groups * kRingRows * N * 2);
     pool.stride_bytes = end_of(pool.ring_dt, H * kRingRows * 4);
@@ -297,9 +297,9 @@ StateRow initial_row(const Case& c, const std::vector<char>& memory, int sequenc
     if (!c.has_initial[sequence]) return row;
     const char* slot = memory.data() + c.pool.stride_bytes * c.slots[sequence];
     const auto* state = reinterpret_cast<const float*>(slot + c.pool.state);
-    const float scale = reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies];
+    const double scale = reinterpret_cast<const double*>(slot + c.pool.state_scale)[head * kCursorCopies];
     for (int n = 0; n < o.dstate; ++n) {
-        row.value[n] = static_cast<double>(scale) * state[(head * o.headdim + channel) * o.dstate + n];
+        row.value[n] = scale * state[(head * o.headdim + channel) * o.dstate + n];
         row.magnitude[n] = std::fabs(row.value[n]);
     }
     for (int j = 0; j < kHistory + kPending; ++j) {
@@ -353,8 +353,8 @@ void compare_row(const Case& c, StateRow row, int sequence, int head, int channe
     for (int copy = 0; copy < kCursorCopies; ++copy) {
         const Cursor& k = cursor[copy];
         out.cursors += k.origin != 0 || k.history != 0 || k.pending != 0 || k.limit != kWindow;
-        const float scale = reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
-        out.scales += scale != 1.0f;
+        const double scale = reinterpret_cast<const double*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
+        out.scales += scale != 1.0;
     }
 }
 
@@ -369,7 +369,7 @@ int count_touched(const Case& c, std::vector<char> before) {
             const int64_t state = heads * c.options.headdim * c.options.dstate * 4;
             std::copy_n(c.memory.begin() + slot, cursors, before.begin() + slot);
             std::copy_n(c.memory.begin() + slot + c.pool.state, state, before.begin() + slot + c.pool.state);
-            const int64_t scales = heads * kCursorCopies * 4, at = slot + c.pool.state_scale;
+            const int64_t scales = heads * kCursorCopies * 8, at = slot + c.pool.state_scale;
             std::copy_n(c.memory.begin() + at, scales, before.begin() + at);
         }
         for (int token = c.starts[i]; c.slots[i] < 0 && token < c.starts[i + 1]; ++token) {

@@ -158,7 +158,7 @@ Case::Case(const Options& o) : options(o) {
     pool.ring_dt_stride = (ring_rows + 3) / 4 * 4;
     pool.state = end_of(0, H * kCursorCopies * static_cast<int64_t>(sizeof(Cursor)));
     pool.state_scale = o.packed ? -1 : end_of(pool.state, H * P * N * 4);
-    pool.ring_x = o.packed ? end_of(pool.state, H * P * N * 2) : end_of(pool.state_scale, H * kCursorCopies * 4);
+    pool.ring_x = o.packed ? end_of(pool.state, H * P * N * 2) : end_of(pool.state_scale, H * kCursorCopies * 8);
     pool.ring_b = end_of(pool.ring_x, H * ring_rows * P * 2);
     pool.ring_dt = end_of(pool.ring_b, o.groups * ring_rows * N * 2);
     const int64_t slot_bytes = end_of(pool.ring_dt, H * pool.ring_dt_stride * 4);
@@ -228,12 +228,12 @@ void Case::fill_slot(int row) {
         if (!options.packed) reinterpret_cast<float*>(at + pool.state)[i] = normal();
     }
     for (int i = 0; !options.packed && i < H * kCursorCopies; ++i) {
-        float& scale = reinterpret_cast<float*>(at + pool.state_scale)[i];
-        scale = i % kCursorCopies ? (&scale)[-1] : std::exp2(std::uniform_real_distribution<float>(-16, 16)(random));
+        double& scale = reinterpret_cast<double*>(at + pool.state_scale)[i];
+        scale = i % kCursorCopies ? (&scale)[-1] : std::exp2(std::uniform_real_distribution<double>(-16, 16)(random));
     }
     if (row == 0) {
         std::memset(at + pool.state, 0, P * N * state_bytes());
-        if (!options.packed) std::memset(at + pool.state_scale, 0, kCursorCopies * 4);
+        if (!options.packed) std::memset(at + pool.state_scale, 0, kCursorCopies * 8);
     }
     for (int j = 0; j < history + kAccepted; ++j) {
         const int r = (origin + j) % ring_rows;
@@ -393,9 +393,9 @@ float state_at(const Case& c, const char* slot, int64_t i) {
 }
 
 //! The `copy`-th scale of a head: what its state is multiplied by.
-float scale_at(const Case& c, const char* slot, int head, int copy) {
-    if (c.options.packed) return 1.0f;
-    return reinterpret_cast<const float*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
+double scale_at(const Case& c, const char* slot, int head, int copy) {
+    if (c.options.packed) return 1.0;
+    return reinterpret_cast<const double*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
 }
 
 struct Measures {
@@ -405,12 +405,12 @@ struct Measures {
 };
 
 struct Folded {
-    float state, scale;
-    double value() const { return static_cast<double>(scale) * state; }
+    float state;
+    double scale;
+    double value() const { return scale * state; }
 };
 
-//! Element n of channel `channel` of a head, and its scale, after the fold of
-//! `count` ring rows behind origin, as they are stored.
+//! Element n of channel `channel` of a head, and its scale, after the fold of `count` ring rows, as they are stored.
 Folded folded(const Case& c, const char* slot, int head, int channel, int n, int origin, int count) {
     const Options& o = c.options;
     const int N = o.dstate, P = o.headdim, R = c.ring_rows, group = head / (o.heads / o.groups);
@@ -418,17 +418,17 @@ Folded folded(const Case& c, const char* slot, int head, int channel, int n, int
     const auto* ring_b = reinterpret_cast<const Bf16*>(slot + c.pool.ring_b) + group * R * N;
     const auto* ring_dt = reinterpret_cast<const float*>(slot + c.pool.ring_dt) + head * c.pool.ring_dt_stride;
     float S = state_at(c, slot, (static_cast<int64_t>(head) * P + channel) * N + n);
-    float scale = scale_at(c, slot, head, 0);
+    double scale = scale_at(c, slot, head, 0);
     for (int j = 0; j < count; ++j) {
         const int r = (origin + j) % R;
         scale *= expf(c.A[head] * ring_dt[r]);
-        if (!(std::fabs(std::log2(scale)) <= 16.0f)) S *= scale, scale = 1.0f;
-        const float input = ring_dt[r] * (1.0f / scale);
+        if (!(scale >= 0x1p-16 && scale <= 0x1p16)) S *= static_cast<float>(scale), scale = 1.0;
+        const float input = ring_dt[r] * (1.0f / static_cast<float>(scale));
         const float w = input * static_cast<float>(value_of(ring_x[r * P]));
         S = std::fma(w, static_cast<float>(value_of(ring_b[r * N + n])), S);
     }
     if (!o.packed) return {S, scale};
-    return {count ? __bfloat162float(__float2bfloat16_rn(S * scale)) : S, 1.0f};
+    return {count ? __bfloat162float(__float2bfloat16_rn(S * static_cast<float>(scale))) : S, 1.0};
 }
 
 //! One channel of one head: the checkpoint by the fold's own operations,

@@ -9,7 +9,7 @@ from typing import Any
 from ..layout import REGION_NAMES
 from ..spec import DTYPE_BYTES, KINDS, READ_COPIES, ConvSpec, RecurrenceSpec
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 #: replayssm_status of an error of the CUDA runtime; any other but 0 is the caller's to put right.
 CUDA_ERROR = 3

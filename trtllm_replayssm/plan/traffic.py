@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..errors import require
-from ..layout import ConvLayout, Region, SlotLayout
+from ..layout import CURSOR_COPIES, ConvLayout, Region, SlotLayout
 from ..spec import DTYPE_BYTES, KIMI_DELTA, MAX_WINDOW, ConvSpec, RecurrenceSpec
 
 #: Ring regions that outputs read, and that a fold reads. A step appends to all of them.
@@ -188,7 +188,7 @@ def replay_step(spec: RecurrenceSpec, conv: ConvSpec, acceptance: float = 1.0) -
         ring_read=output_row * cycle.history,
         fold_read=fold_row * cycle.folded,
         ring_append=float(append_row * spec.spec_len),
-        cursors=2.0 * layout["cursor"].nbytes + scale * (1.0 + flushes),
+        cursors=2.0 * layout["cursor"].nbytes + scale * (1.0 / CURSOR_COPIES + flushes),
         conv_read=float((conv.kernel - 1) * column + conv_cursor),
         conv_write=float((conv.kernel - 1 + spec.spec_len) * column + conv_cursor),
     )

@@ -192,8 +192,8 @@ class EngineMemory:
             states[layer] = from_bits(state.reshape(region.shape).copy(), region.dtype)
             if "state_scale" in layout:
                 scale = layout["state_scale"]
-                copies = words.view(np.uint8)[scale.offset : scale.end].view(np.float32).reshape(scale.shape)
-                states[layer] *= copies[:, :1, None]
+                copies = words.view(np.uint8)[scale.offset : scale.end].view(np.float64).reshape(scale.shape)
+                states[layer] *= copies[:, :1, None].astype(np.float32)
         return states
 
     def _fold(self, layer: int) -> ctypes.Structure:
