@@ -20,6 +20,7 @@ GENERIC = ("step_generic_bf16", "step_generic_fp16", "step_generic_fp32")
 SCANS = ("scan_launch", "scan_bf16", "scan_fp16", "scan_fp32", "scan_chunk", "scan_chunk_gdn", "scan_chunk_kda")
 SHARED_MEMORY = {
     "step_kernel.cuh": 128,
+    "step_single.cuh": 128,
     "materialize.cu": 128,
     "scan_kernel.cuh": 128,
     "scan_chunk_kernel.cuh": 1024,

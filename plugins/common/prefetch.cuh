@@ -14,10 +14,50 @@ __device__ __forceinline__ T peek(const void* address) {
     uint64_t bits;
 #if defined(__CUDA_ARCH__)
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(bits) : "l"(address) : "memory");
-#else
-    bits = *static_cast<const uint64_t*>(address);
+#elif defined(REPLAYSSM_EMULATOR)
+    bits = emulator::peeked(*static_cast<const uint64_t*>(address));
 #endif
     return *reinterpret_cast<const T*>(&bits);
+}
+
+//! 8 aligned bytes past the L1, that nothing here waits for. kEarly: before the wait, as peek.
+template <bool kEarly>
+__device__ __forceinline__ uint2 word_bits(const void* address) {
+    uint2 bits;
+#if defined(__CUDA_ARCH__)
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(bits.x), "=r"(bits.y) : "l"(address) : "memory");
+#elif defined(REPLAYSSM_EMULATOR)
+    bits = *static_cast<const uint2*>(address);
+    if (kEarly) bits = emulator::peeked(bits);
+#endif
+    return bits;
+}
+
+//! The same of an entry of an index vector; its upper half is 0 where an entry has 32 bits.
+template <bool kEarly>
+__device__ __forceinline__ uint2 index_bits(const replayssm_index& index, int64_t i) {
+    const char* const address = static_cast<const char*>(index.data) + i * (index.bits == 64 ? 8 : 4);
+    uint2 bits;
+#if defined(__CUDA_ARCH__)
+    asm volatile("{\n .reg .pred wide;\n setp.eq.s32 wide, %3, 64;\n mov.b32 %1, 0;\n"
+                 " @wide ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];\n"
+                 " @!wide ld.relaxed.gpu.global.u32 %0, [%2];\n}"
+        : "=&r"(bits.x), "=&r"(bits.y)
+        : "l"(address), "r"(index.bits)
+        : "memory");
+#elif defined(REPLAYSSM_EMULATOR)
+    bits = index.bits == 64 ? *reinterpret_cast<const uint2*>(address)
+                            : make_uint2(*reinterpret_cast<const unsigned*>(address), 0);
+    if (kEarly && index.bits == 64) bits = emulator::peeked(bits);
+    if (kEarly && index.bits != 64) bits.x = emulator::peeked(bits.x);
+#endif
+    return bits;
+}
+
+//! What the bits of such an entry mean.
+__device__ __forceinline__ int64_t index_of_bits(uint2 bits, int index_bits) {
+    return index_bits == 64 ? static_cast<int64_t>(static_cast<uint64_t>(bits.y) << 32 | bits.x)
+                            : static_cast<int64_t>(static_cast<int>(bits.x));
 }
 
 //! Entry of an index vector, likewise.
@@ -29,8 +69,8 @@ __device__ __forceinline__ int64_t peek_index(const replayssm_index& index, int6
         : "=r"(value)
         : "l"(static_cast<const int*>(index.data) + i)
         : "memory");
-#else
-    value = static_cast<const int*>(index.data)[i];
+#elif defined(REPLAYSSM_EMULATOR)
+    value = emulator::peeked(static_cast<const int*>(index.data)[i]);
 #endif
     return value;
 }

@@ -301,12 +301,33 @@ struct DeltaTile {
                     S[r][i][v] = __fmul_rn(by, S[r][i][v]);
     }
 
+    //! This lane's elements of a row's key.
+    struct Key {
+        float value[kChunks][kVec];
+
+        __device__ __forceinline__ void load(const float* kn, int lane, int dstate) {
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i)
+                load_vector(kn, i, lane, dstate, value[i]);
+        }
+    };
+
     //! Fold one ring row; v of row fold_row(lane). kChannels: a decay for every channel; otherwise the tile is S'.
     template <bool kChannels>
     __device__ __forceinline__ void fold(const DeltaRow& row, float v_own, int lane, int dstate) {
-        static_assert(kept<1>() == 1, "a lane has one row's d");
-        float k[kChunks][kVec], parts[kParts][kRows], part[kRows];
         if (!kChannels && row.weights.renew != 1.0f) multiply(row.weights.renew);
+        Key key;
+        key.load(row.kn, lane, dstate);
+        fold_key<kChannels, false>(key, row, v_own, lane, dstate);
+    }
+
+    //! The same of a row whose key is in registers already, and which renews nothing. kNext: then the key of the row
+    //! behind it takes its place, from dstate elements after row.kn.
+    template <bool kChannels, bool kNext>
+    __device__ __forceinline__ void fold_key(Key& key, const DeltaRow& row, float v_own, int lane, int dstate) {
+        static_assert(kept<1>() == 1, "a lane has one row's d");
+        float (&k)[kChunks][kVec] = key.value;
+        float parts[kParts][kRows], part[kRows];
 #pragma unroll
         for (int h = 0; h < kParts; ++h)
 #pragma unroll
@@ -315,7 +336,6 @@ struct DeltaTile {
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             float decay[kVec];
-            load_vector(row.kn, i, lane, dstate, k[i]);
             if (kChannels) load_vector(row.decays, i, lane, dstate, decay);
 #pragma unroll
             for (int v = 0; v < kVec; ++v)
@@ -335,10 +355,12 @@ struct DeltaTile {
         for (int r = 0; r < kRows; ++r) {
             const float d = kRows == 1 ? d_own : __shfl_sync(kFullMask, d_own, r * sharers<1>(), kLanes);
 #pragma unroll
-            for (int i = 0; i < kChunks; ++i)
+            for (int i = 0; i < kChunks; ++i) {
 #pragma unroll
                 for (int v = 0; v < kVec; ++v)
                     S[r][i][v] = __fmaf_rn(d, k[i][v], S[r][i][v]);
+                if (kNext && r == kRows - 1) load_vector(row.kn + dstate, i, lane, dstate, k[i]);
+            }
         }
     }
 

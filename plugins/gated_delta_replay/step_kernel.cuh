@@ -1,5 +1,5 @@
 //! One decoding or verification step of the delta rule: T >= 1 tokens of one sequence, for some items (parts of heads)
-//! of one group, one after another.
+//! of one group, one after another. One token of GDN in a tuned size: step_single.cuh.
 //!
 //!   committed rows j < h (h = history_len + accepted), tokens t < T                       docs/math.md 3.3, 5.2
 //!   flush:   S <- fold of rows 0..h-1, stored; then h = 0. GDN, fp32: as S' and its scale (fold.cuh)

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../common/launch.h"
-#include "step_kernel.cuh"
+#include "step_single.cuh"
 
 namespace replayssm {
 
@@ -15,7 +15,7 @@ GatedDeltaStepShared step_shared(const GatedDeltaStepParams& p, bool tuned, int 
     return GatedDeltaStepShared(p.committed_cap, p.tokens, part_rows, p.shape.dstate, sizeof(act_t), items > 1 ? 2 : 1,
         tuned ? (items + 1) / 2 : 1, state_bytes, p.shape.channel_gates,
         !tuned                      ? DeltaStepForm::kSeveral
-            : p.tokens == 1         ? DeltaStepForm::kOneToken
+            : p.tokens == 1         ? (p.shape.channel_gates ? DeltaStepForm::kOneToken : DeltaStepForm::kSingle)
             : p.shape.channel_gates ? DeltaStepForm::kSeveral
                                     : DeltaStepForm::kTensor);
 }
@@ -27,8 +27,14 @@ void launch_delta_kernel(GatedDeltaStepParams p, cudaStream_t stream) {
     for (const GatedDeltaSegment& segment : p.segments)
         blocks += segment.blocks;
     const int threads = Traits::kThreadsPerRow * p.shape.headdim / Traits::kParts;
-    launch<gated_delta_step_kernel<Traits>>(
-        "gated_delta_step", dim3(blocks), threads, p.shared.bytes, stream, p, p.early_launch);
+    const auto start = [&](auto kernel) {
+        launch<kernel()>("gated_delta_step", dim3(blocks), threads, p.shared.bytes, stream, p, p.early_launch);
+    };
+    if constexpr (Traits::kSingle) {
+        start([] { return gated_delta_single_kernel<Traits>; });
+    } else {
+        start([] { return gated_delta_step_kernel<Traits>; });
+    }
 }
 
 //! headdim and dstate 128.

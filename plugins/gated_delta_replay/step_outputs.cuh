@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_ring_rows(const GatedDeltaStepParams& p, con
     }
 }
 
-//! One token.
+//! One token of KDA.
 template <class Traits>
 __device__ __forceinline__ void write_output(const typename Traits::Tile& tile, const GatedDeltaStepParams& p,
     const char* smem, const DeltaBlock& b, int item, int rows_buffer, int buffer) {
@@ -56,19 +56,11 @@ __device__ __forceinline__ void write_output(const typename Traits::Tile& tile, 
     const char* rows = smem + p.shared.rows + rows_buffer * p.shared.rows_cap * p.shared.row_bytes;
     const float2 token = reinterpret_cast<const float2*>(smem + p.shared.token)[buffer];
     const float2* dots = reinterpret_cast<const float2*>(smem + p.shared.dots);
-    const float* decays = reinterpret_cast<const float*>(smem + p.shared.weights) + buffer * p.shared.rows_cap;
     float part[kRows * 2]; // [row][key, query]
     tile.template dot<2>(reinterpret_cast<const float*>(smem + p.shared.vectors), lane, b.dstate, part);
-    if (!Traits::channels(p)) {
-#pragma unroll
-        for (int i = 0; i < kRows * 2; ++i)
-            part[i] *= token.y;
-    }
     add_ring_rows<Traits, 2>(p, rows, b, part, [&](int j, float (&w)[2]) {
-        const float2 dot = dots[1 + j];
-        const float decay = Traits::channels(p) ? 1.0f : decays[1 + j];
-        w[0] = decay * dot.x;
-        w[1] = decay * dot.y;
+        w[0] = dots[1 + j].x;
+        w[1] = dots[1 + j].y;
     });
     Tile::template reduce<2>(part, lane);
     const float other = __shfl_xor_sync(kFullMask, part[0], kSharers);

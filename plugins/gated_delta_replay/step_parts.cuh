@@ -22,6 +22,7 @@ struct DeltaTraits {
     static constexpr int kGroups = kGroups_;      // of four tokens, where products are on tensor cores; else 0
     static constexpr bool kTensor = kGroups > 0;
     static constexpr bool kOwnWarps = kTuned && kGate == Gate::kHead; // each warp goes through the items on its own
+    static constexpr bool kSingle = kOwnWarps && kOneToken;           // step_single.cuh
     static constexpr int kLanes = kTensor ? 4 : 8;                    // that share a state row
     static constexpr int kRows = kTensor ? 2 : kTuned ? 4 : 1;        // state rows of a thread
     static constexpr int kThreadsPerRow = kLanes / kRows;
@@ -203,7 +204,8 @@ __device__ __forceinline__ float weigh_fold(
             continue;
         }
         const int count = min(b.plan.committed - i * kWarp, kWarp);
-        const RowWeights own = scale_rows(scale, expf(gates.ring_g[i]), gates.ring_beta[i], count);
+        RowWeights own = scale_rows(scale, expf(gates.ring_g[i]), gates.ring_beta[i], count);
+        if constexpr (Traits::kSingle) own.end = i * kWarp + next_renewal(own, count);
         if (j < b.plan.committed) reinterpret_cast<RowWeights*>(smem + p.shared.fold)[at + j] = own;
     }
     if (Traits::channels(p) || !Traits::kScaledState) return 1.0f;
@@ -251,6 +253,7 @@ __device__ __forceinline__ void weigh_rows(
         float from = gates.ring_g[i]; // rows j.. of this batch; 0 in dead lanes
 #pragma unroll
         for (int d = 1; d < kWarp; d *= 2) {
+            if (d >= b.plan.committed - i * kWarp) break; // the others' g are 0
             const float other = __shfl_down_sync(kFullMask, from, d);
             if (lane + d < kWarp) from += other;
         }

@@ -13,7 +13,7 @@ __device__ __forceinline__ float warp_totals(float (&value)[kCount], int lane) {
 #pragma unroll
     for (int d = kWarp / 2; d > 0; d /= 2) {
         if (count == 1) {
-            value[0] += __shfl_xor_sync(kFullMask, value[0], d);
+            value[0] = __fadd_rn(value[0], __shfl_xor_sync(kFullMask, value[0], d));
             continue;
         }
         const bool high = lane & d;
@@ -22,7 +22,7 @@ __device__ __forceinline__ float warp_totals(float (&value)[kCount], int lane) {
         for (int i = 0; i < kCount / 2; ++i) {
             if (i >= count) break;
             const float other = __shfl_xor_sync(kFullMask, high ? value[i] : value[count + i], d);
-            value[i] = (high ? value[count + i] : value[i]) + other;
+            value[i] = __fadd_rn(high ? value[count + i] : value[i], other);
         }
     }
     return value[0];

@@ -6,8 +6,9 @@
 
 namespace replayssm {
 
-//! How a step kernel works on tokens: on one, on several by fp32 sums, on several by products on tensor cores (GDN).
-enum class DeltaStepForm { kOneToken, kSeveral, kTensor };
+//! How a step kernel works on tokens: on one (GDN, where it is tuned: kSingle), on several by fp32 sums, on several by
+//! products on tensor cores (GDN).
+enum class DeltaStepForm { kOneToken, kSingle, kSeveral, kTensor };
 
 constexpr int kTensorRows = 16;         // ring rows of a product
 constexpr int kTensorVectorBytes = 320; // of a vector of K = 128: 256, and as many as keep eight lanes' accesses apart
@@ -22,13 +23,15 @@ struct GatedDeltaStepShared {
     uint32_t rows = 0;    // act_t [2][rows_cap] rows: v of the tokens; then d, in a folding step v, of ring rows
     uint32_t keys = 0;    // fp32 [committed_cap][K]: normalised keys of ring rows, for a fold
     uint32_t vectors = 0; // fp32 [T][2][K]: kn_t, qn_t; KDA: times the decay that the checkpoint has met
+                          // single: k_t, q_t as they come
                           // tensor: bf16 [T][2] rows of kTensorVectorBytes: k_t, q_t
     uint32_t gates = 0; // KDA: fp32 [committed_cap + T][K]: g of ring rows (in a folding step its exp), g of the tokens
     uint32_t dots = 0;  // float2 [rows_cap][dot_stride]: (kn_r . kn_t, kn_r . qn_t); KDA: with the decay between them
+                        // single: of ring rows (kn_r . k_t, kn_r . q_t)
     uint32_t weights = 0;      // GDN: T = 1 fp32 [heads][rows_cap], decay from row r to the token; else float2 as dots
     uint32_t fold = 0;         // of ring row j, [heads][committed_cap]: GDN RowWeights, KDA fp32 beta
     uint32_t ring_weights = 0; // tensor: of ring rows, for products (step_tensor.cuh); `weights` has the tokens' alone
-    uint32_t norms = 0;        // tensor: float2 [T]: 1 / |k_t|, scale / |q_t|
+    uint32_t norms = 0;        // tensor, single: float2 [T]: 1 / |k_t|, scale / |q_t|
     uint32_t token = 0; // float2 [heads][T]: {beta, decay that the checkpoint has met times its scale} of token t
                         // tensor: float4 [heads][dot_stride]: {beta, that product times either norm}
     uint32_t totals =
@@ -45,7 +48,8 @@ struct GatedDeltaStepShared {
 
     GatedDeltaStepShared(int committed, int tokens, int part_rows, int dstate, int act_bytes, int row_buffers,
         int heads, uint32_t state_bytes, bool channel_gates, DeltaStepForm form) {
-        const bool one_token = form == DeltaStepForm::kOneToken, tensor = form == DeltaStepForm::kTensor;
+        const bool single = form == DeltaStepForm::kSingle, one_token = single || form == DeltaStepForm::kOneToken;
+        const bool tensor = form == DeltaStepForm::kTensor;
         committed_cap = committed;
         rows_cap = committed + tokens;
         dot_stride = one_token ? 1 : tensor ? tensor_groups(tokens) * 4 : (tokens + 1) / 2 * 2;
@@ -61,7 +65,7 @@ struct GatedDeltaStepShared {
             end, channel_gates ? 0 : heads * (tensor ? tokens : rows_cap) * (one_token ? 4 : dot_stride * 8));
         ring_weight_bytes = tensor ? (committed + kTensorRows - 1) / kTensorRows * dot_stride * 2 * 64 : 0;
         ring_weights = take_shared(end, heads * ring_weight_bytes);
-        norms = take_shared(end, tensor ? tokens * 8 : 0);
+        norms = take_shared(end, tensor || single ? tokens * 8 : 0);
         fold = take_shared(end, heads * committed_cap * (channel_gates ? 4 : 16));
         token = take_shared(end, heads * (tensor ? dot_stride * 16 : tokens * 8));
         totals = take_shared(end, one_token || tensor ? 0 : 2 * tokens * part_rows * 4);

@@ -209,6 +209,16 @@ def test_no_bit_depends_on_the_cut_of_the_grid(emulated, built, monkeypatch, kin
         assert torch.equal(o, results["mixed"][0]) and torch.equal(memory, results["mixed"][1])
 
 
+@pytest.mark.parametrize("kind, spec_len", [("gdn", 1), ("gdn", 2), ("kda", 1)])
+def test_what_is_read_too_early_decides_nothing(emulated, monkeypatch, kind, spec_len):
+    """Blocks that look at slots and cursors before the kernels in front are done, and see something else."""
+    spec = spec_of(kind, 4, 2, 128, 128, window=3, spec_len=spec_len)
+    expected = run_on(spec, 8, 5, 0)
+    monkeypatch.setenv("EMULATED_STALE", "1")
+    for one, other in zip(expected, run_on(spec, 8, 5, 0), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_the_library_refuses(emulated):
     """The checks of the C interface, by name."""
     inputs = make_inputs(spec_of("kda", 4, 2, 128, 128), 2, 3)

@@ -136,6 +136,25 @@ inline void prefetched(const void* source, uint32_t bytes, uint32_t alignment = 
         sink = static_cast<const char*>(source)[i];
 }
 
+//! What a read before the wait for other kernels gives. EMULATED_STALE in the
+//! environment: of every four warps and blocks in turn one sees the value, the
+//! others what might have stood there before.
+template <class T>
+T peeked(T bits) {
+    if (!std::getenv("EMULATED_STALE")) return bits;
+    switch ((blockIdx.x + threadIdx.x / kLanes) % 4) {
+        case 0: return bits;
+        case 1: return bits ^ 1;                                               // another slot, another origin
+        case 2: return sizeof(T) == 8 ? bits ^ T{1} << 8 * sizeof(T) / 4 : -1; // another history; padding
+        default: return static_cast<T>(0x7f00f3ffe0018005ull);                 // anything
+    }
+}
+
+inline uint2 peeked(uint2 bits) {
+    const uint64_t word = peeked(static_cast<uint64_t>(bits.y) << 32 | bits.x);
+    return {static_cast<unsigned>(word), static_cast<unsigned>(word >> 32)};
+}
+
 //! A place where `count` threads meet again and again, all for the same
 //! operation.
 struct Rendezvous {
@@ -357,6 +376,23 @@ inline bool __all_sync(unsigned, bool value) {
     });
     return mine.out;
 }
+
+inline unsigned __ballot_sync(unsigned, bool value) {
+    struct Vote {
+        bool in;
+        unsigned out;
+    } mine{value, 0};
+    emulator::meet_warp("__ballot_sync", &mine, [](Vote** lanes) {
+        unsigned votes = 0;
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            votes |= static_cast<unsigned>(lanes[lane]->in) << lane;
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            lanes[lane]->out = votes;
+    });
+    return mine.out;
+}
+
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
