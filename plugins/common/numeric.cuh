@@ -76,6 +76,10 @@ __device__ __forceinline__ unsigned load_bits(const void* data, int dtype, int64
     if (dtype == REPLAYSSM_FLOAT32) return __ldg(static_cast<const unsigned*>(data) + index);
     return __ldg(static_cast<const unsigned short*>(data) + index);
 }
+__device__ __forceinline__ unsigned load_bits(const void* address, int dtype) { return load_bits(address, dtype, 0); }
+__device__ __forceinline__ const void* element_at(const void* data, int dtype, int64_t index) {
+    return static_cast<const char*>(data) + index * (dtype == REPLAYSSM_FLOAT32 ? 4 : 2);
+}
 __device__ __forceinline__ float bits_to_float(unsigned bits, int dtype) {
     if (dtype == REPLAYSSM_FLOAT32) return __uint_as_float(bits);
     if (dtype == REPLAYSSM_BFLOAT16) return __uint_as_float(bits << 16);
@@ -89,6 +93,19 @@ __device__ __forceinline__ float load_scalar(const void* data, int dtype, int64_
 __device__ __forceinline__ int64_t load_index(const replayssm_index& index, int64_t i) {
     if (index.bits == 64) return __ldg(static_cast<const long long*>(index.data) + i);
     return __ldg(static_cast<const int*>(index.data) + i);
+}
+
+//! A number of 4 or 8 bytes is worked out here, not where it is used.
+template <class T>
+__device__ __forceinline__ void settle(T& value) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "one register or two");
+#if defined(__CUDA_ARCH__)
+    if constexpr (sizeof(T) == 8) {
+        asm volatile("" : "+l"(value));
+    } else {
+        asm volatile("" : "+r"(value));
+    }
+#endif
 }
 
 __device__ __forceinline__ float silu(float value) { return value / (1.0f + expf(-value)); }

@@ -81,12 +81,14 @@ struct ItemState {
     //! Tuned, by a warp or the block: its rows of the item on their way to shared memory.
     __device__ __forceinline__ void copy(char* buffer, uint64_t* barrier, int item, bool read_once) const {
         char *const target = buffer + copied_part, *const source = base + item * item_bytes + copied_part;
+        // Measured: states that are only read, next to many tokens, are better left where they are in the L2.
+        const CopyUse use = !read_once ? CopyUse::kWrittenBack
+            : Traits::kTensor          ? CopyUse::kPlain
+                                       : CopyUse::kReadOnce;
         if constexpr (Traits::kOwnWarps) {
-            copy_warp_block(target, source, copied_bytes, barrier,
-                copy_policy(read_once ? CopyUse::kReadOnce : CopyUse::kWrittenBack));
+            copy_warp_block(target, source, copied_bytes, barrier, copy_policy(use));
         } else {
-            copy_block(target, source, copied_bytes, barrier,
-                copy_policy(read_once ? CopyUse::kReadOnce : CopyUse::kWrittenBack));
+            copy_block(target, source, copied_bytes, barrier, copy_policy(use));
         }
     }
 
@@ -117,6 +119,7 @@ struct HeadWeigher {
     }
     __device__ __forceinline__ int head(const DeltaBlock& b) const { return b.first_item / Traits::kParts + offset; }
 
+    __device__ __forceinline__ bool has_head() const { return offset < heads; }
     __device__ __forceinline__ void load_tokens(const GatedDeltaStepParams& p, const DeltaBlock& b) {
         if (offset < heads) gates.load_tokens(p, b, head(b), Traits::channels(p));
     }

@@ -164,14 +164,67 @@ struct HeadGates {
         const float* ring = block.region<const float>(p.pool.ring_g) + head * p.pool.scalar_stride;
         const float* betas = block.region<const float>(p.pool.ring_beta) + head * p.pool.scalar_stride;
 #pragma unroll
-        for (int i = 0; i < kMaxWindow / kWarp; ++i) {
-            const int j = i * kWarp + block.lane();
-            ring_g[i] = ring_beta[i] = 0.0f;
-            if (j >= block.plan.committed) continue;
-            const int row = block.committed_row(p.pool, j);
-            if (!channels) ring_g[i] = ring[row];
-            if (block.plan.flush) ring_beta[i] = betas[row];
+        for (int i = 0; i < kMaxWindow / kWarp; ++i)
+            load_ring_batch(p, block, i, ring, betas, channels);
+    }
+    __device__ __forceinline__ void load_ring_batch(const GatedDeltaStepParams& p, const DeltaBlock& block, int i,
+        const float* ring, const float* betas, bool channels) {
+        const int j = i * kWarp + block.lane();
+        ring_g[i] = ring_beta[i] = 0.0f;
+        if (j >= block.plan.committed) return;
+        const int row = block.committed_row(p.pool, j);
+        if (!channels) ring_g[i] = ring[row];
+        if (block.plan.flush) ring_beta[i] = betas[row];
+    }
+
+};
+
+//! GDN, one token: where those numbers are, worked out before they may be read.
+struct HeadGateAddresses {
+    const void *a_at, *b_at;
+    const float *A_log_at, *bias_at, *g_at, *beta_at;
+    const double* scale_at;
+
+    __device__ __forceinline__ void aim_token(const GatedDeltaStepParams& p, const DeltaBlock& block, int head) {
+        a_at = element_at(p.in.a.data, p.in.a.dtype, block.row * p.in.a.row + head * p.in.a.head);
+        b_at = element_at(p.in.b.data, p.in.b.dtype, block.row * p.in.b.row + head * p.in.b.head);
+        A_log_at = static_cast<const float*>(p.in.A_log.data) + head * p.in.A_log.head;
+        bias_at = static_cast<const float*>(p.in.dt_bias.data) + head * p.in.dt_bias.head;
+        settle(a_at);
+        settle(b_at);
+        settle(A_log_at);
+        settle(bias_at);
+    }
+    //! copy: of the scale. Of the lane's first ring row; row 0's where there is none.
+    __device__ __forceinline__ void aim_slot(
+        const GatedDeltaStepParams& p, const DeltaBlock& block, int head, int copy) {
+        scale_at = block.region<const double>(p.pool.state_scale) + copy;
+        const int row = block.lane() < block.plan.committed ? block.committed_row(p.pool, block.lane()) : 0;
+        const int at = head * p.pool.scalar_stride + row;
+        g_at = block.region<const float>(p.pool.ring_g) + at;
+        beta_at = block.region<const float>(p.pool.ring_beta) + at;
+        settle(scale_at);
+        settle(g_at);
+        settle(beta_at);
+    }
+
+    __device__ __forceinline__ void load(
+        HeadGates& gates, const GatedDeltaStepParams& p, const DeltaBlock& block, int head, bool scaled) const {
+        if (block.lane() == 0) {
+            gates.b_bits = load_bits(b_at, p.in.b.dtype);
+            gates.a_bits = load_bits(a_at, p.in.a.dtype);
+            gates.A_log = __ldg(A_log_at);
+            gates.bias = __ldg(bias_at);
         }
+        if (scaled) gates.scale = *scale_at;
+        static_assert(kMaxWindow == 2 * kWarp, "two batches of ring rows");
+        gates.ring_g[0] = gates.ring_beta[0] = gates.ring_g[1] = gates.ring_beta[1] = 0.0f;
+        if (block.lane() >= block.plan.committed) return;
+        gates.ring_g[0] = *g_at;
+        if (block.plan.flush) gates.ring_beta[0] = *beta_at;
+        if (block.plan.committed > kWarp)
+            gates.load_ring_batch(p, block, 1, block.region<const float>(p.pool.ring_g) + head * p.pool.scalar_stride,
+                block.region<const float>(p.pool.ring_beta) + head * p.pool.scalar_stride, false);
     }
 };
 

@@ -48,7 +48,7 @@ struct InputPrefetch {
 
     __device__ __forceinline__ void state() const {
         const uint32_t item_bytes = b.part_rows * b.dstate * sizeof(state_t);
-        if (b.thread == 0)
+        if (b.lane() == 0)
             prefetch_block(slot + p.pool.state + static_cast<int64_t>(b.first_item) * item_bytes, item_bytes);
     }
 
@@ -70,16 +70,13 @@ struct InputPrefetch {
 
     //! Live rows; a slot that nobody has reset may have any cursor.
     __device__ __forceinline__ void ring(const Cursor& cursor, int64_t accepted) const {
-        RingPlan plan = plan_step(cursor, accepted, b.tokens);
-        plan.origin = min(max(plan.origin, 0), p.pool.ring_rows - 1);
-        plan.committed = min(max(plan.committed, 0), p.committed_cap);
-        ring(plan);
-    }
-    __device__ __forceinline__ void ring(const RingPlan& plan) const {
+        const RingPlan plan = plan_step(cursor, accepted, b.tokens);
+        const int origin = min(max(plan.origin, 0), p.pool.ring_rows - 1);
+        const int rows = min(max(plan.committed, 0), p.committed_cap);
         const int units = Traits::channels(p) ? 7 : 3; // lines of a row: two of k, one of d or v, KDA's four of g
         const char* own = slot + (plan.flush ? p.pool.ring_v : p.pool.ring_d) + b.first_item % Traits::kParts * 128;
-        for (int i = b.thread; i < plan.committed * units; i += blockDim.x) {
-            const int j = i / units, unit = i - j * units, row = ring_row(plan.origin, j, p.pool.ring_rows);
+        for (int i = b.thread; i < rows * units; i += blockDim.x) {
+            const int j = i / units, unit = i - j * units, row = ring_row(origin, j, p.pool.ring_rows);
             prefetch_line(unit < 2 ? slot + p.pool.ring_k + (b.group * p.pool.ring_rows + row) * 256 + unit * 128
                     : unit == 2    ? own + (head * p.pool.ring_rows + row) * 256
                                    : slot + p.pool.ring_g + (head * p.pool.ring_rows + row) * 512 + (unit - 3) * 128);
@@ -96,7 +93,7 @@ __device__ __forceinline__ void prefetch_inputs(const GatedDeltaStepParams& p, c
     const int64_t accepted = p.accepted.data != nullptr ? peek_index(p.accepted, b.row) : -1;
     fetch.tokens();
     if (!fetch.set_slot(slot)) return;
-    fetch.state();
+    if (b.warp() == 0) fetch.state();
     const auto cursor = peek<Cursor>(fetch.cursor());
     fetch.scalars();
     fetch.ring(cursor, accepted);

@@ -27,7 +27,7 @@ struct GatedDeltaStepShared {
                           // tensor: bf16 [T][2] rows of kTensorVectorBytes: k_t, q_t
     uint32_t gates = 0; // KDA: fp32 [committed_cap + T][K]: g of ring rows (in a folding step its exp), g of the tokens
     uint32_t dots = 0;  // float2 [rows_cap][dot_stride]: (kn_r . kn_t, kn_r . qn_t); KDA: with the decay between them
-                        // single: of ring rows (kn_r . k_t, kn_r . q_t)
+                        // single: of ring rows (kn_r . k_t, kn_r . q_t), in [0].y kn_t . qn_t
     uint32_t weights = 0;      // GDN: T = 1 fp32 [heads][rows_cap], decay from row r to the token; else float2 as dots
     uint32_t fold = 0;         // of ring row j, [heads][committed_cap]: GDN RowWeights, KDA fp32 beta
     uint32_t ring_weights = 0; // tensor: of ring rows, for products (step_tensor.cuh); `weights` has the tokens' alone
