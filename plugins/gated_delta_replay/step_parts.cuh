@@ -26,6 +26,7 @@ struct DeltaTraits {
     static constexpr int kLanes = kTensor ? 4 : 8;                    // that share a state row
     static constexpr int kRows = kTensor ? 2 : kTuned ? 4 : 1;        // state rows of a thread
     static constexpr int kThreadsPerRow = kLanes / kRows;
+    static constexpr int kBatchUnroll = kSingle ? 1 : kMaxWindow / kWarp; // of 32 ring rows; small code starts sooner
     static constexpr int kPieces = kTuned ? 1 : 2;
     static constexpr int kHeldRows = kTuned ? 4 : 1; // ring rows of k that a warp has on their way
     static constexpr int kCopies = kCursorCopies / kParts;
@@ -248,16 +249,18 @@ __device__ __forceinline__ float weigh_fold(
     const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b, int item, int buffer, const HeadGates& gates) {
     const int at = buffer * p.shared.committed_cap;
     double scale = gates.scale;
-#pragma unroll
+#pragma unroll Traits::kBatchUnroll
     for (int i = 0; i < kMaxWindow / kWarp; ++i) {
         const int j = i * kWarp + b.lane();
         if (i * kWarp >= b.plan.committed) continue;
+        const float g = i == 0 ? gates.ring_g[0] : gates.ring_g[1];
+        const float beta = i == 0 ? gates.ring_beta[0] : gates.ring_beta[1];
         if (Traits::channels(p)) {
-            if (j < b.plan.committed) reinterpret_cast<float*>(smem + p.shared.fold)[at + j] = gates.ring_beta[i];
+            if (j < b.plan.committed) reinterpret_cast<float*>(smem + p.shared.fold)[at + j] = beta;
             continue;
         }
         const int count = min(b.plan.committed - i * kWarp, kWarp);
-        RowWeights own = scale_rows(scale, expf(gates.ring_g[i]), gates.ring_beta[i], count);
+        RowWeights own = scale_rows(scale, expf(g), beta, count);
         if constexpr (Traits::kSingle) own.end = i * kWarp + next_renewal(own, count);
         if (j < b.plan.committed) reinterpret_cast<RowWeights*>(smem + p.shared.fold)[at + j] = own;
     }
@@ -299,11 +302,11 @@ __device__ __forceinline__ void weigh_rows(
     const float scale =
         b.plan.flush ? weigh_fold<Traits>(p, smem, b, item, buffer, gates) : static_cast<float>(gates.scale);
     float behind = 0.0f; // g of all rows behind this batch of 32
-#pragma unroll
+#pragma unroll Traits::kBatchUnroll
     for (int i = kMaxWindow / kWarp - 1; i >= 0; --i) {
         const int j = i * kWarp + lane;
         if (channels || i * kWarp >= b.plan.history) continue;
-        float from = gates.ring_g[i]; // rows j.. of this batch; 0 in dead lanes
+        float from = i == 0 ? gates.ring_g[0] : gates.ring_g[1]; // rows j.. of this batch; 0 in dead lanes
 #pragma unroll
         for (int d = 1; d < kWarp; d *= 2) {
             if (d >= b.plan.committed - i * kWarp) break; // the others' g are 0
