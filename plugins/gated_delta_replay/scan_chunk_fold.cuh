@@ -72,13 +72,14 @@ __device__ __forceinline__ void mma_pair(float (&d)[2][4], const uint32_t (&a)[4
 }
 
 //! What S holds for the span's keys, and what its queries read of S; GDN: of raw keys and queries, without decays.
-//! Products of a sum keep apart from each other, since each waits for the one before.
+//! Products of a sum keep apart from each other, since each waits for the one before; so there is a sum for each power of
+//! 2^-8, smallest first.
 template <class Traits>
 __device__ __forceinline__ void read_state(const ChunkWarp<Traits>& w, uint32_t stage,
     const float (&S)[Traits::kTiles][4], float (&held)[2][4], float (&Y)[2][4]) {
     constexpr ChunkStage kStage = Traits::kStage;
     static_assert(kTerms == 3 && kReadTerms == 2, "pairs of terms");
-    float low[2][4] = {};
+    float low[2][4] = {}, middle[2][4] = {}; // GDN: middle alone, of both
 #pragma unroll
     for (int step = 0; step < Traits::kN / 16; ++step) {
         const uint32_t at = ((stage + w.by_piece()) ^ (step & 3) << 5) + (step >> 2) * (kSpan * 128);
@@ -86,17 +87,17 @@ __device__ __forceinline__ void read_state(const ChunkWarp<Traits>& w, uint32_t 
         split_pair(S + 2 * step, a);
         ldmatrix(b, at + kStage.reads);
         ldmatrix(c, at + kStage.queries);
-        mma_pair(held, a[0], b);
-        mma_pair(low, a[1], b);
+        mma_pair(middle, a[1], b);
         mma_pair(Y, a[1], c);
-        mma_pair(low, a[2], b);
+        mma_pair(Traits::kChannels ? low : middle, a[2], b);
+        mma_pair(held, a[0], b);
         mma_pair(Y, a[0], c);
         if constexpr (Traits::kChannels) {
             ldmatrix(b, at + kStage.reads + kStage.tile);
             ldmatrix(c, at + kStage.queries + kStage.tile);
             mma_pair(low, a[1], b);
+            mma_pair(middle, a[0], b);
             mma_pair(Y, a[0], c);
-            mma_pair(low, a[0], b);
             ldmatrix(b, at + kStage.reads + 2 * kStage.tile);
             mma_pair(low, a[0], b);
         }
@@ -105,7 +106,7 @@ __device__ __forceinline__ void read_state(const ChunkWarp<Traits>& w, uint32_t 
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            held[i][e] += low[i][e];
+            held[i][e] += Traits::kChannels ? low[i][e] + middle[i][e] : middle[i][e];
 }
 
 //! Two tokens' numbers, of an array in the stage.
@@ -256,7 +257,7 @@ __device__ __forceinline__ void fold_spans(const ChunkWarp<Traits>& w, const Sca
         __syncwarp(); // all lanes' pieces of v are there
         w.wait_until_prepared(span);
         advance_span(w, span, span > 0 || block.initial, S);
-        SplitBarrier::arrive_alone(w.used(span));
+        w.release_stage(span);
         store_outputs(w, span, begin, tokens);
         if (span + kValuesAhead < spans) load_values(w, span + kValuesAhead, begin, tokens);
         copy_commit();
