@@ -83,7 +83,10 @@ def build(
     shutil.copy(EMULATOR / "cluster_host.cuh", cluster)
     kernel = folder / "gated_delta_replay" / "scan_chunk_kernel.cuh"
     if kernel.is_file():  # blocks of a cluster have shared memory each
-        declared, ours = "extern __shared__ __align__(1024) char smem[];", "char* const smem = shared_of(emulator::rank);"
+        declared, ours = (
+            "extern __shared__ __align__(1024) char smem[];",
+            "char* const smem = shared_of(emulator::rank);",
+        )
         kernel.write_text(replace_once(kernel.read_text(), declared, ours))
     place = folder / "common" / "async_copy.cuh"
     assert "shared_address(" in place.read_text()

@@ -44,8 +44,7 @@ __device__ __forceinline__ void arrive_in_block(uint32_t barrier, int rank) {
 #if REPLAYSSM_CLUSTERS
     __syncwarp();
     if (threadIdx.x % kWarp == 0) {
-        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, rank))
-            : "memory");
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, rank)) : "memory");
     }
 #endif
 }

@@ -121,19 +121,29 @@ __device__ __forceinline__ void score_span(const Producer<Traits>& p, int span, 
     if (done >= 0 && done < spans) SplitBarrier::arrive_alone(w.prepared(done));
 }
 
-//! By the warp that does so where blocks share: inverses of the spans that its block prepares, which then go to the
-//! others.
+//! By a warp: a part of a span to all other blocks of the cluster.
+template <class Traits>
+__device__ __forceinline__ void send_to_others(const ChunkWarp<Traits>& w, int span, uint32_t from, uint32_t bytes) {
+    if (w.lane() != 0) return;
+#pragma unroll
+    for (int i = 1; i < Traits::kSharers; ++i)
+        send_to_block(from, bytes, w.prepared(span), (w.rank() + i) % Traits::kSharers);
+}
+
+//! By the warp that does so where blocks share: the rest of the spans that its block prepares, which go to the others:
+//! rows as soon as they are there, scores and the inverse when it has made that.
 template <class Traits>
 __device__ __forceinline__ void finish_channel_spans(const ChunkWarp<Traits>& w, int tokens) {
     for (int span = w.rank(); span * kSpan < tokens; span += Traits::kSharers) {
+        const uint32_t stage = w.base + w.stage_of(span), rows = w.kStage.inverse;
+        w.wait_until_spread(span);
+        send_to_others(w, span, stage, rows);
         w.wait_until_scored(span);
         invert_block(diagonal_of(w, span), w.smem + w.stage_of(span) + w.kStage.inverse, w.lane());
         publish_to_copies();
         SplitBarrier::arrive_alone(w.prepared(span));
         w.wait_until_prepared(span);
-#pragma unroll
-        for (int i = 1; i < Traits::kSharers && w.lane() == 0; ++i)
-            send_to_block(w.base + w.stage_of(span), w.kStage.filled, w.prepared(span), (w.rank() + i) % Traits::kSharers);
+        send_to_others(w, span, stage + rows, w.kStage.filled - rows);
         SplitBarrier::arrive_alone(w.used(span));
     }
 }
@@ -154,11 +164,16 @@ __device__ __forceinline__ void prepare_channel_spans(const ChunkWarp<Traits>& w
         }
         p.meet(); // sums and squares are there; the last span's rows have been used
         if (i < spans) {
-            w.wait_for_stage(i);
             normalise(p, span);
             const GroupDecays decays(span);
             multiply_near(p, span, decays);
+            w.wait_for_stage(i);
+            p.thread = fresh(p.thread); // what follows from it is worked out again, not kept in registers
             spread_tokens(p, span, decays, w.smem + w.stage_of(i));
+            if constexpr (Traits::kShares) {
+                publish_to_copies();
+                SplitBarrier::arrive_alone(w.spread(i));
+            }
         }
         p.meet(); // rows and products within groups are there
         score_span(p, i, spans);

@@ -29,6 +29,10 @@
 //! Barriers a span: a stage is prepared, it has been used (every thread arrives for what it has done itself, so that
 //! compute-sanitizer's racecheck sees the order); KDA's producers among themselves two (sums and squares are there;
 //! rows are there).
+//! KDA, few heads: neighbouring blocks of a head form a cluster and prepare spans in turn, each for all. A warp of its
+//! own makes the inverses and sends rows, then scores and inverse, to the same stage of the other blocks, whose barrier
+//! counts two arrivals and the bytes; warps with a state arrive, where they have used a stage, at the block that
+//! prepares its spans. What is computed for a span is the same whichever block does it: no bit differs.
 //! slot outside the pool: zero output for the sequence's tokens, no memory touched.
 #pragma once
 
@@ -49,12 +53,14 @@ __device__ __forceinline__ const ScanBlock& open_block(const ChunkWarp<Traits>& 
         block.initial = p.has_initial != nullptr && p.has_initial[blockIdx.y];
         block.slot = load_index(p.slots, blockIdx.y);
         for (int stage = 0; stage < Traits::kStages; ++stage) {
-            SplitBarrier::init(w.prepared(stage), w.prepares(stage) ? Traits::kPreparing * kWarp : 1);
-            const int own = w.params.consumers + (Traits::kShares ? 1 : 0); // warps
+            SplitBarrier::init(w.prepared(stage), w.prepares(stage) ? Traits::kPreparing * kWarp : 2); // 2: parts sent
+            const int own = w.params.consumers + (Traits::kShares ? 1 : 0);                            // warps
             SplitBarrier::init(w.used(stage), own * kWarp + (Traits::kSharers - 1) * w.params.consumers);
         }
-        for (int turn = 0; Traits::kShares && turn < 2; ++turn)
+        for (int turn = 0; Traits::kShares && turn < 2; ++turn) {
+            SplitBarrier::init(w.spread(turn * Traits::kSharers), Traits::kProducers * kWarp);
             SplitBarrier::init(w.scored(turn * Traits::kSharers), Traits::kProducers * kWarp);
+        }
     }
     constexpr int kWords = kReadTerms * kBlockBytes / 4;
     for (int i = w.thread; Traits::kChannels && i < Traits::kStages * kWords; i += blockDim.x) {
@@ -96,14 +102,13 @@ __device__ __forceinline__ void scan_chunks(const ChunkParams& params, char* sme
     if (is_consumer) {
         if constexpr (Traits::kMovesRegisters) take_registers<Traits::kConsumerRegisters>();
         fold_spans(w, block, part);
-    } else if (!Traits::kShares || w.warp() < params.consumers + Traits::kProducers) {
+    } else if (w.producer() >= 0 && (!Traits::kShares || w.producer() < Traits::kProducers)) {
         if constexpr (Traits::kMovesRegisters && Traits::kShares) take_registers<Traits::kProducerRegisters>();
         if constexpr (Traits::kMovesRegisters && !Traits::kShares) give_registers<Traits::kProducerRegisters>();
         prepare_spans(w, block.begin, block.end - block.begin);
     } else if constexpr (Traits::kShares) {
         if constexpr (Traits::kMovesRegisters) give_registers<Traits::kFinisherRegisters>();
-        const bool finishes = w.warp() == params.consumers + Traits::kProducers;
-        if (finishes) finish_channel_spans(w, block.end - block.begin);
+        if (w.producer() == Traits::kProducers) finish_channel_spans(w, block.end - block.begin);
     }
     if constexpr (Traits::kShares) meet_cluster(); // shared memory is there until nobody sends to it or arrives in it
 }

@@ -14,6 +14,7 @@ namespace replayssm {
 struct ChunkCut {
     int blocks;
     int consumers;
+    bool apart = false;
 
     ChunkCut(int headdim, int sharers, int most, int step) {
         const int strips = headdim / 16;
@@ -22,12 +23,18 @@ struct ChunkCut {
     }
 };
 
-//! Half as many rows a block while multiprocessors would have none.
+//! Half as many rows a block while multiprocessors would have none; GDN: a quarter, where there are enough of them for
+//! every block.
 template <class Traits>
 ChunkCut choose_chunk_cut(const GatedDeltaScanParams& p) {
+    const int64_t heads = static_cast<int64_t>(p.sequences) * p.shape.nheads;
+    const int multiprocessors = device_limits().multiprocessors;
+    ChunkCut narrow(p.shape.headdim, 1, delta_scan::kConsumersApart, 1);
+    narrow.apart = true;
+    const bool fits = narrow.blocks <= kCursorCopies && heads * narrow.blocks <= multiprocessors;
+    if (!Traits::kChannels && fits) return narrow;
     const ChunkCut wide(p.shape.headdim, 1, Traits::kMostConsumers, Traits::kConsumerStep);
-    const int64_t blocks = static_cast<int64_t>(p.sequences) * p.shape.nheads * wide.blocks;
-    if (blocks * 2 > device_limits().multiprocessors) return wide;
+    if (heads * wide.blocks * 2 > multiprocessors) return wide;
     return ChunkCut(p.shape.headdim, 1, Traits::kMostConsumers / 2, Traits::kConsumerStep);
 }
 
@@ -41,10 +48,10 @@ inline bool has_gate_pairs(const replayssm_tensor& a) {
 template <class Traits>
 void launch_chunk_kernel(const GatedDeltaScanParams& p, const ChunkCut& cut, int state_dtype, cudaStream_t stream) {
     const delta_scan::ChunkParams params{
-        p, Traits::shared(cut.consumers), state_dtype, cut.blocks, cut.consumers, has_gate_pairs(p.in.a)};
+        p, Traits::shared(cut.consumers), state_dtype, cut.blocks, cut.consumers, has_gate_pairs(p.in.a), cut.apart};
+    const int warps = cut.apart ? delta_scan::kWarpsApart : cut.consumers + Traits::kProducers + Traits::kFinishers;
     launch<gated_delta_scan_chunk_kernel<Traits>>("gated_delta_scan", dim3(p.shape.nheads * cut.blocks, p.sequences),
-        (cut.consumers + Traits::kProducers + Traits::kFinishers) * kWarp, params.shared.bytes, stream, params, false,
-        Traits::kSharers);
+        warps * kWarp, params.shared.bytes, stream, params, false, Traits::kSharers);
 }
 
 //! KDA, while multiprocessors would have none, too: two blocks of a head share what takes longest, if there are clusters.

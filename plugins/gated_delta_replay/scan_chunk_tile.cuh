@@ -12,6 +12,8 @@ constexpr int kReadTerms = 2;                // of what enters an output alone
 constexpr uint32_t kBlockBytes = kSpan * 32; // a 16 x 16 block, bf16
 constexpr int kDiagonalPitch = 20;           // floats; rows begin on 16 bytes
 constexpr int kValuesAhead = 3;              // spans whose v is on its way
+constexpr int kWarpsApart = 8;               // of a block whose two kinds of warps keep apart
+constexpr int kConsumersApart = 2;           // of them, at most
 
 // KDA
 constexpr int kGroup = 4; // tokens of a group: each of a span's groups is prepared by threads of its own
@@ -85,7 +87,7 @@ struct ChunkShared {
     uint32_t near = 0;     // fp32 [half][group][kNear], parts of the products within a group
     uint32_t diagonal = 0; // fp32 A of two spans
     uint32_t beta = 0;     // fp32 [16] of the span whose gates are being computed
-    uint32_t barriers = 0; // [stage] prepared, [stage] used; where blocks share: [2] scored
+    uint32_t barriers = 0; // [stage] prepared, [stage] used; where blocks share: [2] spread, [2] scored
     uint32_t block = 0;    // ScanBlock
     uint32_t bytes = 0;
 
@@ -106,7 +108,7 @@ struct ChunkShared {
             beta = diagonal + 2 * kSpan * kDiagonalPitch * 4;
             barriers = beta + kSpan * 4;
         }
-        block = barriers + (2 * stages + (shares ? 2 : 0)) * 8;
+        block = barriers + (2 * stages + (shares ? 4 : 0)) * 8;
         block = (block + 15) / 16 * 16;
         bytes = block + (static_cast<uint32_t>(sizeof(ScanBlock)) + 15) / 16 * 16;
     }
@@ -123,15 +125,15 @@ struct ChunkTraits {
     static constexpr int kKeyTerms = kChannels ? kTerms : 1; // of keys and queries: GDN's are bf16 as they come
     static constexpr int kQueryTerms = kChannels ? kReadTerms : 1;
     static constexpr int kProducers = kChannels ? kN / 16 : 4; // warps that prepare spans
-    static constexpr int kFinishers = kShares ? 4 : 0; // the first inverts what those have scored, and sends it
+    static constexpr int kFinishers = kShares ? 4 : 0;         // the first inverts what those have scored, and sends it
     static constexpr int kPreparing = (kChannels ? kProducers : 1) + (kShares ? 1 : 0); // warps that fill one stage
     static constexpr int kMostConsumers = kShares ? 4 : 8;                              // warps that hold state rows
     static constexpr int kMostThreads = (kMostConsumers + kProducers + kFinishers) * kWarp;
     static constexpr int kStages = kShares ? 2 * kSharers : kChannels ? 3 : 6; // a stage is always the same block's
     //! Where 512 threads leave 128 registers each, some warps take some of the others'. Warpgroups do that.
     static constexpr bool kMovesRegisters = kChannels && kN == 128;
-    static constexpr int kConsumerRegisters = kShares ? 152 : 144, kProducerRegisters = kShares ? 152 : 112;
-    static constexpr int kFinisherRegisters = 56;
+    static constexpr int kConsumerRegisters = kShares ? 160 : 144, kProducerRegisters = kShares ? 144 : 112;
+    static constexpr int kFinisherRegisters = 64;
     static constexpr int kConsumerStep = 4;
     static constexpr ChunkStage kStage{kN, kChannels};
     static_assert(kChannels || !kShares, "GDN's producers finish spans themselves");
@@ -148,6 +150,7 @@ struct ChunkParams {
     int blocks_per_head;
     int consumers;   // warps that hold state rows; the others of a block prepare spans
     bool gate_pairs; // KDA: a's channels can be loaded two at a time
+    bool apart;      // GDN: warps with a state and those that prepare spans have schedulers of their own
 };
 
 //! Offset of 16-byte piece `piece` of row `row` in a span's tile.
@@ -171,6 +174,12 @@ struct ChunkWarp {
     __device__ __forceinline__ int lane() const { return thread % kWarp; }
     __device__ __forceinline__ int g() const { return lane() >> 2; }
     __device__ __forceinline__ int q() const { return lane() & 3; }
+    //! Its number among the warps that do not hold a state; negative: it does, or does nothing. A multiprocessor's four
+    //! schedulers, each with an instruction cache of its own, take warps in turn: apart, the second two prepare spans.
+    __device__ __forceinline__ int producer() const {
+        if (Traits::kChannels || !params.apart) return warp() - params.consumers;
+        return warp() & 2 ? (warp() >> 2) * 2 + (warp() & 1) : -1;
+    }
     //! The warp's first state row; false: the head has no such row.
     __device__ __forceinline__ int row() const { return first_row + warp() * 16; }
     __device__ __forceinline__ bool works() const { return row() < params.scan.shape.headdim; }
@@ -213,9 +222,13 @@ struct ChunkWarp {
             arrive_in_block(used(span), span % Traits::kSharers);
         }
     }
-    //! Barrier of the block's own spans, each in its turn: all but the inverse is there.
-    __device__ __forceinline__ uint32_t scored(int span) const {
+    //! Barriers of the block's own spans, each in its turn: rows are there; all but the inverse is there.
+    __device__ __forceinline__ uint32_t spread(int span) const {
         return base + params.shared.barriers + (2 * Traits::kStages + (span / Traits::kSharers & 1)) * 8;
+    }
+    __device__ __forceinline__ uint32_t scored(int span) const { return spread(span) + 16; }
+    __device__ __forceinline__ void wait_until_spread(int span) const {
+        SplitBarrier::wait(spread(span), span / Traits::kSharers >> 1 & 1);
     }
     __device__ __forceinline__ void wait_until_scored(int span) const {
         SplitBarrier::wait(scored(span), span / Traits::kSharers >> 1 & 1);

@@ -18,7 +18,8 @@ inline void arrive_in_block(uint32_t barrier, int rank) {
 }
 
 inline void send_to_block(uint32_t address, uint32_t bytes, uint32_t barrier, int rank) {
-    if (rank == emulator::rank || address % 16 != 0 || bytes % 16 != 0) emulator::fail("a copy that blocks do not make");
+    if (rank == emulator::rank || address % 16 != 0 || bytes % 16 != 0)
+        emulator::fail("a copy that blocks do not make");
     for (uint32_t at = address; at < address + bytes; at += 16)
         std::memcpy(at_shared(at, 16, rank), at_shared(at, 16), 16);
     SplitBarrier::arrive_in(barrier, rank);

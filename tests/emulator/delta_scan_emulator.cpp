@@ -8,7 +8,7 @@
 //!                       --lengths 0,1,63
 //!
 //! kernel: chunk, chunk-2 (two blocks share the preparation of KDA's chunks),
-//! exact-1 or exact-4 (state rows a thread). warps: of a block that hold a state,
+//! chunk-apart (GDN: two kinds of warps on schedulers of their own), exact-1 or exact-4 (state rows a thread). warps: of a block that hold a state,
 //! for chunks. gates: fp32 loaded in pairs or one by one
 //! (apart), bf16 or bf16-apart. Memory that the kernel must not read (rows
 //! behind the last token, tokens of padding, gaps between tokens, unused slots
@@ -315,11 +315,13 @@ template <class Traits>
 void run_chunks(const Case& c) {
     const Options& o = c.options;
     const int most = o.warps * Traits::kSharers, blocks = (o.headdim / 16 + most - 1) / most * Traits::kSharers;
+    const bool apart = o.kernel == "chunk-apart";
     const delta_scan::ChunkParams params{
-        scan_params(c), Traits::shared(o.warps), REPLAYSSM_FLOAT32, blocks, o.warps, !o.gates_apart};
+        scan_params(c), Traits::shared(o.warps), REPLAYSSM_FLOAT32, blocks, o.warps, !o.gates_apart, apart};
     if (params.shared.bytes > kSharedBytes) refuse("a block's shared memory does not fit");
-    run_grid((o.warps + Traits::kProducers + Traits::kFinishers) * kWarp, o.heads * blocks, c,
-        [&] { gated_delta_scan_chunk_kernel<Traits>(params); }, Traits::kSharers);
+    const int warps = apart ? delta_scan::kWarpsApart : o.warps + Traits::kProducers + Traits::kFinishers;
+    run_grid(
+        warps * kWarp, o.heads * blocks, c, [&] { gated_delta_scan_chunk_kernel<Traits>(params); }, Traits::kSharers);
 }
 
 template <bool kChannels, int kSharers = 1>
@@ -349,7 +351,9 @@ void run_exact(const Case& c) {
 
 void run_kernel(const Case& c) {
     const Options& o = c.options;
-    if (o.kernel == "chunk") return o.kda ? run_padded_chunks<true>(c) : run_padded_chunks<false>(c);
+    if (o.kernel == "chunk-apart" && (o.kda || o.warps > delta_scan::kConsumersApart)) refuse("no such kernel");
+    if (o.kernel == "chunk" || o.kernel == "chunk-apart")
+        return o.kda ? run_padded_chunks<true>(c) : run_padded_chunks<false>(c);
     if (o.kernel == "chunk-2" && (!o.kda || o.warps > 4)) refuse("no such kernel of this kind");
     if (o.kernel == "chunk-2") return run_padded_chunks<true, 2>(c);
     if (o.kernel == "exact-4" && o.dstate != 128) refuse("no such kernel of this dstate");

@@ -32,9 +32,8 @@ inline DeviceLimits device_limits() {
 }
 
 template <auto kKernel, class Params>
-void launch(
-    const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t, const Params& params, bool = false,
-    int cluster = 1) {
+void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t, const Params& params,
+    bool = false, int cluster = 1) {
     if (cluster != 1) emulator::fail("clusters are not launched here");
     static int launches = 0;
     const int number = launches++;
