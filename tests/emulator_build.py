@@ -78,6 +78,16 @@ def build(
     ptx = folder / "common" / "tensor_core.cuh"
     ptx.write_text(without_ptx(ptx.read_text(), (EMULATOR / "tensor_core_host.cuh").read_text()))
     shutil.copy(EMULATOR / "tensor_core_host.cuh", folder / "common")
+    cluster = folder / "common" / "cluster.cuh"
+    assert all(f" {name}(" in cluster.read_text() for name in ("meet_cluster", "arrive_in_block", "send_to_block"))
+    shutil.copy(EMULATOR / "cluster_host.cuh", cluster)
+    kernel = folder / "gated_delta_replay" / "scan_chunk_kernel.cuh"
+    if kernel.is_file():  # blocks of a cluster have shared memory each
+        declared, ours = (
+            "extern __shared__ __align__(1024) char smem[];",
+            "char* const smem = shared_of(emulator::rank);",
+        )
+        kernel.write_text(replace_once(kernel.read_text(), declared, ours))
     place = folder / "common" / "async_copy.cuh"
     assert "shared_address(" in place.read_text()
     shutil.copy(EMULATOR / copies, place)

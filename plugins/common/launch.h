@@ -21,6 +21,7 @@ struct DeviceLimits {
     int multiprocessors = 0;
     int block_shared_bytes = 0; // most shared memory that one block may ask for
     bool early_launch = false;  // programmatic dependent launch
+    bool clusters = false;      // blocks that reach each other's shared memory
     bool warpgroups = false;    // products of warpgroups (wgmma), which only capability 9 has
 };
 
@@ -45,16 +46,17 @@ inline DeviceLimits device_limits() {
     }
     limits.multiprocessors = count;
     limits.block_shared_bytes = bytes;
-    limits.early_launch = major[limits.device] >= 9;
+    limits.clusters = limits.early_launch = major[limits.device] >= 9;
     limits.warpgroups = major[limits.device] == 9;
     return limits;
 }
 
 //! Launch kernel<<<grid, threads, shared_bytes, stream>>>(params). One static per kernel remembers what was asked for.
-//! early: by programmatic dependent launch; the kernel must wait for its predecessors itself.
+//! early: by programmatic dependent launch; the kernel must wait for its predecessors itself. cluster: neighbouring
+//! blocks (at most 8) that form one; the grid's width is a multiple of it.
 template <auto kKernel, class Params>
 void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, const Params& params,
-    bool early = false) {
+    bool early = false, int cluster = 1) {
     static std::atomic<size_t> granted[kMaxDevices];
     const DeviceLimits limits = device_limits();
     if (shared_bytes > static_cast<size_t>(limits.block_shared_bytes)) {
@@ -70,16 +72,25 @@ void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaS
             name);
         granted[limits.device] = shared_bytes + 1;
     }
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
+    if (early) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster);
+        attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+        ++count;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = early ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     check_cuda(cudaLaunchKernelEx(&config, kKernel, params), name);
 }
 

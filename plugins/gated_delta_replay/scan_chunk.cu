@@ -10,10 +10,10 @@ namespace {
 
 //! Most shared memory that a block may ask for.
 uint32_t shared_bytes(const GatedDeltaShape& shape) {
-    if (shape.channel_gates && shape.dstate <= 64) return ChunkTraits<64, true>::shared(kMostConsumers).bytes;
-    if (shape.channel_gates) return ChunkTraits<128, true>::shared(kMostConsumers).bytes;
-    if (shape.dstate <= 64) return ChunkTraits<64, false>::shared(kMostConsumers).bytes;
-    return ChunkTraits<128, false>::shared(kMostConsumers).bytes;
+    if (shape.channel_gates && shape.dstate <= 64) return ChunkTraits<64, true>::shared().bytes;
+    if (shape.channel_gates) return ChunkTraits<128, true>::shared().bytes;
+    if (shape.dstate <= 64) return ChunkTraits<64, false>::shared().bytes;
+    return ChunkTraits<128, false>::shared().bytes;
 }
 
 } // namespace

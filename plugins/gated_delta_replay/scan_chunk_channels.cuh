@@ -23,7 +23,7 @@ struct Producer {
         : w(warp), thread(warp.thread - warp.params.consumers * kWarp),
           gate(warp.params.scan.shape, parameter(warp.params.scan.in.A_log, warp.head, 0)) {
         const auto& in = w.params.scan.in;
-        const int token = first + group() * kGroup;
+        const int token = first + w.rank() * kSpan + group() * kGroup;
         next_k = element(in.k, token, w.key_head) + channel();
         next_q = element(in.q, token, w.key_head) + channel();
         next_a = token * in.a.strides[1] + w.head * in.a.strides[2] + channel() * in.a.strides[3];
@@ -87,12 +87,12 @@ __device__ __forceinline__ void load_span(Producer<Traits>& p, int first, int co
             out[j] = j < exist ? __ldg(reinterpret_cast<const unsigned*>(at)) : 0;
             at = advance(at, 1, stride);
         }
-        next = advance(next, kSpan, stride);
+        next = advance(next, Traits::kSharers * kSpan, stride);
     };
     load(p.next_k, token_bytes(in.k), raw.k);
     load(p.next_q, token_bytes(in.q), raw.q);
     load_gates(p, exist, raw);
-    p.next_a += kSpan * in.a.strides[1];
+    p.next_a += Traits::kSharers * kSpan * in.a.strides[1];
     raw.b = 0;
     if (p.thread < count && p.thread < kSpan)
         raw.b = load_bits(in.b.data, in.b.dtype, (first + p.thread) * in.b.strides[1] + p.w.head * in.b.strides[2]);

@@ -46,8 +46,8 @@ __device__ __forceinline__ void multiply_block(float (*out)[4], const uint32_t (
             out[i][e] = (sum[2][i][e] + sum[1][i][e]) + sum[0][i][e];
 }
 
-//! By a warp: its channels of v of span number `span`, to where their outputs will be; rows behind the last token
-//! become zero.
+//! By a warp: its channels of v of span number `span`, to where their outputs will be; rows behind the last token, of
+//! which there may be any number, become zero.
 template <class Traits>
 __device__ __forceinline__ void load_values(const ChunkWarp<Traits>& w, int span, int begin, int tokens) {
     const int token = span * kSpan + w.token();
@@ -59,10 +59,9 @@ __device__ __forceinline__ void load_values(const ChunkWarp<Traits>& w, int span
 template <class Traits>
 __device__ __forceinline__ void store_outputs(const ChunkWarp<Traits>& w, int span, int begin, int tokens) {
     const int token = span * kSpan + w.token();
-    if (!w.works() || token >= tokens) return;
     const __nv_bfloat16* to = element(w.params.scan.in.o, begin + token, w.head) + w.row() + w.half() * 8;
     const uint4 bits = *reinterpret_cast<const uint4*>(w.smem + w.strip(span));
-    __stcs(reinterpret_cast<uint4*>(const_cast<__nv_bfloat16*>(to)), bits);
+    if (w.works() && token < tokens) __stcs(reinterpret_cast<uint4*>(const_cast<__nv_bfloat16*>(to)), bits);
 }
 
 //! Two tiles of tokens, += a b.
@@ -72,13 +71,14 @@ __device__ __forceinline__ void mma_pair(float (&d)[2][4], const uint32_t (&a)[4
 }
 
 //! What S holds for the span's keys, and what its queries read of S; GDN: of raw keys and queries, without decays.
-//! Products of a sum keep apart from each other, since each waits for the one before.
+//! Products of a sum keep apart from each other, since each waits for the one before; so there is a sum for each power of
+//! 2^-8, smallest first.
 template <class Traits>
 __device__ __forceinline__ void read_state(const ChunkWarp<Traits>& w, uint32_t stage,
     const float (&S)[Traits::kTiles][4], float (&held)[2][4], float (&Y)[2][4]) {
     constexpr ChunkStage kStage = Traits::kStage;
     static_assert(kTerms == 3 && kReadTerms == 2, "pairs of terms");
-    float low[2][4] = {};
+    float low[2][4] = {}, middle[2][4] = {}; // GDN: middle alone, of both
 #pragma unroll
     for (int step = 0; step < Traits::kN / 16; ++step) {
         const uint32_t at = ((stage + w.by_piece()) ^ (step & 3) << 5) + (step >> 2) * (kSpan * 128);
@@ -86,17 +86,17 @@ __device__ __forceinline__ void read_state(const ChunkWarp<Traits>& w, uint32_t 
         split_pair(S + 2 * step, a);
         ldmatrix(b, at + kStage.reads);
         ldmatrix(c, at + kStage.queries);
-        mma_pair(held, a[0], b);
-        mma_pair(low, a[1], b);
+        mma_pair(middle, a[1], b);
         mma_pair(Y, a[1], c);
-        mma_pair(low, a[2], b);
+        mma_pair(Traits::kChannels ? low : middle, a[2], b);
+        mma_pair(held, a[0], b);
         mma_pair(Y, a[0], c);
         if constexpr (Traits::kChannels) {
             ldmatrix(b, at + kStage.reads + kStage.tile);
             ldmatrix(c, at + kStage.queries + kStage.tile);
             mma_pair(low, a[1], b);
+            mma_pair(middle, a[0], b);
             mma_pair(Y, a[0], c);
-            mma_pair(low, a[0], b);
             ldmatrix(b, at + kStage.reads + 2 * kStage.tile);
             mma_pair(low, a[0], b);
         }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void read_state(const ChunkWarp<Traits>& w, uint32_t 
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            held[i][e] += low[i][e];
+            held[i][e] += Traits::kChannels ? low[i][e] + middle[i][e] : middle[i][e];
 }
 
 //! Two tokens' numbers, of an array in the stage.
@@ -114,24 +114,37 @@ __device__ __forceinline__ float2 of_tokens(const ChunkWarp<Traits>& w, const ch
     return *reinterpret_cast<const float2*>(array + (tile * 8 + 2 * w.q()) * 4);
 }
 
+//! What a span's values and reads are multiplied by, by two tokens a tile; and its values.
+template <class Traits>
+struct SpanWeights {
+    float2 beta[2], held[2], asked[2], written[2]; // the last three: GDN
+    uint32_t v[4];
+
+    __device__ __forceinline__ SpanWeights(const ChunkWarp<Traits>& w, const char* stage, uint32_t values) {
+        constexpr ChunkStage kStage = Traits::kStage;
+        ldmatrix_trans(v, values);
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            beta[tile] = of_tokens(w, stage + kStage.beta, tile);
+            if (Traits::kChannels) continue;
+            held[tile] = of_tokens(w, stage + kStage.held, tile);
+            asked[tile] = of_tokens(w, stage + kStage.asked, tile);
+            written[tile] = of_tokens(w, stage + kStage.written, tile);
+        }
+    }
+};
+
 //! R = beta (v - held) from `held`; GDN: reads get their tokens' decays and norms first.
 template <class Traits>
-__device__ __forceinline__ void weigh_values(
-    const ChunkWarp<Traits>& w, const char* stage, uint32_t values, float (&R)[2][4], float (&Y)[2][4]) {
-    constexpr ChunkStage kStage = Traits::kStage;
-    uint32_t v[4];
-    ldmatrix_trans(v, values);
+__device__ __forceinline__ void weigh_values(const SpanWeights<Traits>& weights, float (&R)[2][4], float (&Y)[2][4]) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-        const float2 beta = of_tokens(w, stage + kStage.beta, tile);
-        float2 held = make_float2(1.0f, 1.0f), asked = held;
-        if (!Traits::kChannels) {
-            held = of_tokens(w, stage + kStage.held, tile);
-            asked = of_tokens(w, stage + kStage.asked, tile);
-        }
+        const float2 beta = weights.beta[tile], one = make_float2(1.0f, 1.0f);
+        const float2 held = Traits::kChannels ? one : weights.held[tile];
+        const float2 asked = Traits::kChannels ? one : weights.asked[tile];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t pair = v[tile * 2 + (i >> 1)];
+            const uint32_t pair = weights.v[tile * 2 + (i >> 1)];
             const float value = i & 1 ? high_bf16(pair) : low_bf16(pair);
             R[tile][i] = (i & 1 ? beta.y : beta.x) * fmaf(-(i & 1 ? held.y : held.x), R[tile][i], value);
             if (!Traits::kChannels) Y[tile][i] *= i & 1 ? asked.y : asked.x;
@@ -189,17 +202,17 @@ __device__ __forceinline__ void fold_span(const ChunkWarp<Traits>& w, const char
     }
 }
 
-//! By a warp: one span, S from in front of it to behind it; outputs to where v was.
+//! By a warp: one span read, outputs to where v was; a: D as what S is folded with has it, in bf16 terms.
 template <class Traits>
-__device__ __forceinline__ void advance_span(
-    const ChunkWarp<Traits>& w, int span, bool has_state, float (&S)[Traits::kTiles][4]) {
+__device__ __forceinline__ void read_span(const ChunkWarp<Traits>& w, int span, bool has_state,
+    const float (&S)[Traits::kTiles][4], uint32_t (&a)[kTerms][4]) {
     constexpr ChunkStage kStage = Traits::kStage;
     const char* stage = w.smem + w.stage_of(span);
     const uint32_t at = w.base + w.stage_of(span), values = w.base + w.strip(span);
     float R[2][4] = {}, Y[2][4] = {};
+    const SpanWeights<Traits> weights(w, stage, values); // first, since what follows waits for products alone
     if (has_state) read_state(w, at, S, R, Y);
-    weigh_values(w, stage, values, R, Y);
-    uint32_t a[kTerms][4];
+    weigh_values(weights, R, Y);
     split_pair(R, a);
     multiply_block(R, a, at + kStage.inverse + w.in_strip());
     split_pair(R, a);
@@ -218,15 +231,12 @@ __device__ __forceinline__ void advance_span(
     stmatrix_trans(values, out);
     if (!Traits::kChannels) {
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const float2 written = of_tokens(w, stage + kStage.written, tile);
+        for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                R[tile][i] *= i & 1 ? written.y : written.x;
-        }
+                R[tile][i] *= i & 1 ? weights.written[tile].y : weights.written[tile].x;
         split_pair(R, a);
     }
-    fold_span(w, stage, at, a, S);
 }
 
 //! By the warps that hold the state, padding: zeros for the sequence's tokens.
@@ -245,22 +255,27 @@ template <class Traits>
 __device__ __forceinline__ void fold_spans(const ChunkWarp<Traits>& w, const ScanBlock& block, int part) {
     const GatedDeltaScanParams& p = w.params.scan;
     const int begin = block.begin, tokens = block.end - begin, spans = (tokens + kSpan - 1) / kSpan;
+    bool has_state = block.initial;
     for (int span = 0; span < kValuesAhead; ++span) {
         if (span < spans) load_values(w, span, begin, tokens);
         copy_commit();
     }
     float S[Traits::kTiles][4] = {};
-    if (block.initial && w.works()) load_state(w, block.slot, part, S);
+    if (has_state && w.works()) load_state(w, block.slot, part, S);
     for (int span = 0; span < spans; ++span) {
         copy_wait<kValuesAhead - 1>();
         __syncwarp(); // all lanes' pieces of v are there
         w.wait_until_prepared(span);
-        advance_span(w, span, span > 0 || block.initial, S);
-        SplitBarrier::arrive_alone(w.used(span));
-        store_outputs(w, span, begin, tokens);
-        if (span + kValuesAhead < spans) load_values(w, span + kValuesAhead, begin, tokens);
+        uint32_t a[kTerms][4];
+        read_span(w, span, has_state, S, a);
+        has_state = true;
+        store_outputs(w, span, begin, tokens); // here, since products of the fold leave time for it
+        load_values(w, span + kValuesAhead, begin, tokens);
         copy_commit();
+        fold_span(w, w.smem + w.stage_of(span), w.base + w.stage_of(span), a, S);
+        w.release_stage(span);
     }
+    copy_wait<0>();
     named_barrier(2, w.params.consumers * kWarp); // every warp has read cursor and scale
     if (w.works()) store_state(w, block.slot, S);
     if (w.thread < kCursorCopies && w.thread % w.params.blocks_per_head == part) {

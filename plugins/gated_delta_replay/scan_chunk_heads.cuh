@@ -1,5 +1,6 @@
 //! What a span's tokens bring along, GDN: gates, norms, scores. By warps that hold no state and run ahead of those that
-//! do, a span each, see scan_chunk_kernel.cuh.
+//! do, a span each, see scan_chunk_kernel.cuh. Loops are unrolled little: both kinds of warps run at once, and what they
+//! run has to fit in the instruction cache together.
 #pragma once
 
 #include "scan_chunk_scores.cuh"
@@ -18,7 +19,7 @@ __device__ __forceinline__ void load_tiles(const ChunkWarp<Traits>& w, uint32_t 
         const replayssm_tensor& source = is_q ? w.params.scan.in.q : w.params.scan.in.k;
         const __nv_bfloat16* from = element(source, first + start, w.key_head) + piece * 8;
         const uint32_t to = stage + (is_q ? Traits::kStage.queries : Traits::kStage.reads);
-#pragma unroll
+#pragma unroll 1
         for (int row = start; row < kSpan; row += kStep) { // where nothing exists nothing is read
             copy16(to + span_offset(row, piece), from, row < count && column_exists);
             from = advance(from, kStep, token_bytes(source));
@@ -41,7 +42,7 @@ template <class Traits>
 __device__ __forceinline__ void multiply_rows(
     const ChunkWarp<Traits>& w, uint32_t stage, HeadSpan& own, float (&keys)[2][4], float (&queries)[2][4]) {
     float k_square[2] = {}, q_square[2] = {};
-#pragma unroll
+#pragma unroll 2
     for (int step = 0; step < Traits::kN / 16; ++step) {
         const uint32_t panel = (step >> 2) * (kSpan * 128), along = (step & 3) << 5;
         const uint32_t rows = ((stage + w.by_row()) ^ along) + panel,
@@ -78,7 +79,7 @@ __device__ __forceinline__ void compute_decays(const ChunkWarp<Traits>& w, char*
     const int s = w.lane();
     if (s >= kSpan) return;
     float behind = 0.0f, start = 0.0f;
-#pragma unroll
+#pragma unroll 2
     for (int t = 0; t < kSpan; ++t) {
         const float g = own.g[t];
         behind += t > s ? g : 0.0f;
@@ -126,7 +127,7 @@ __device__ __forceinline__ void score_span(
 template <class Traits>
 __device__ __forceinline__ void prepare_head_spans(const ChunkWarp<Traits>& w, int begin, int tokens) {
     const GatedDeltaInputs& in = w.params.scan.in;
-    const int warp = w.warp() - w.params.consumers;
+    const int warp = w.producer();
     HeadSpan& own = reinterpret_cast<HeadSpan*>(w.smem + w.params.shared.head)[warp];
     const auto parameter = [&](const replayssm_tensor& tensor) {
         return __ldg(static_cast<const float*>(tensor.data) + w.head * tensor.strides[0]);

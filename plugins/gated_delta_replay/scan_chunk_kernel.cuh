@@ -29,6 +29,10 @@
 //! Barriers a span: a stage is prepared, it has been used (every thread arrives for what it has done itself, so that
 //! compute-sanitizer's racecheck sees the order); KDA's producers among themselves two (sums and squares are there;
 //! rows are there).
+//! KDA, few heads: neighbouring blocks of a head form a cluster and prepare spans in turn, each for all. A warp of its
+//! own makes the inverses and sends rows, then scores and inverse, to the same stage of the other blocks, whose barrier
+//! counts two arrivals and the bytes; warps with a state arrive, where they have used a stage, at the block that
+//! prepares its spans. What is computed for a span is the same whichever block does it: no bit differs.
 //! slot outside the pool: zero output for the sequence's tokens, no memory touched.
 #pragma once
 
@@ -49,16 +53,26 @@ __device__ __forceinline__ const ScanBlock& open_block(const ChunkWarp<Traits>& 
         block.initial = p.has_initial != nullptr && p.has_initial[blockIdx.y];
         block.slot = load_index(p.slots, blockIdx.y);
         for (int stage = 0; stage < Traits::kStages; ++stage) {
-            SplitBarrier::init(w.prepared(stage), (Traits::kChannels ? Traits::kProducers : 1) * kWarp);
-            SplitBarrier::init(w.used(stage), w.params.consumers * kWarp);
+            SplitBarrier::init(w.prepared(stage), w.prepares(stage) ? Traits::kPreparing * kWarp : 2); // 2: parts sent
+            const int own = w.params.consumers + (Traits::kShares ? 1 : 0);                            // warps
+            SplitBarrier::init(w.used(stage), own * kWarp + (Traits::kSharers - 1) * w.params.consumers);
+        }
+        for (int turn = 0; Traits::kShares && turn < 2; ++turn) {
+            SplitBarrier::init(w.spread(turn * Traits::kSharers), Traits::kProducers * kWarp);
+            SplitBarrier::init(w.scored(turn * Traits::kSharers), Traits::kProducers * kWarp);
         }
     }
     constexpr int kWords = kReadTerms * kBlockBytes / 4;
     for (int i = w.thread; Traits::kChannels && i < Traits::kStages * kWords; i += blockDim.x) {
         char* stage = w.smem + w.stage_of(i / kWords);
-        reinterpret_cast<uint32_t*>(stage + Traits::kStage.scores)[i % kWords] = 0;
+        if (w.prepares(i / kWords)) reinterpret_cast<uint32_t*>(stage + Traits::kStage.scores)[i % kWords] = 0;
     }
-    __syncthreads();
+    if constexpr (Traits::kShares) {
+        publish_to_copies();
+        meet_cluster();
+    } else {
+        __syncthreads();
+    }
     return block;
 }
 
@@ -73,15 +87,9 @@ __device__ __forceinline__ void prepare_spans(const ChunkWarp<Traits>& w, int be
     }
 }
 
-} // namespace replayssm::delta_scan
-
-namespace replayssm {
-
+//! By a block.
 template <class Traits>
-__global__ void __launch_bounds__((delta_scan::kMostConsumers + Traits::kProducers) * kWarp, 1)
-    gated_delta_scan_chunk_kernel(const __grid_constant__ delta_scan::ChunkParams params) {
-    using namespace delta_scan;
-    extern __shared__ __align__(1024) char smem[];
+__device__ __forceinline__ void scan_chunks(const ChunkParams& params, char* smem) {
     const int head = blockIdx.x / params.blocks_per_head, part = blockIdx.x - head * params.blocks_per_head;
     const ChunkWarp<Traits> w{params, smem, shared_address(smem), static_cast<int>(threadIdx.x), head,
         head / params.scan.shape.heads_per_group, part * params.consumers * 16};
@@ -92,12 +100,28 @@ __global__ void __launch_bounds__((delta_scan::kMostConsumers + Traits::kProduce
         return;
     }
     if (is_consumer) {
-        if constexpr (Traits::kMovesRegisters) take_registers<144>();
+        if constexpr (Traits::kMovesRegisters) take_registers<Traits::kConsumerRegisters>();
         fold_spans(w, block, part);
-    } else {
-        if constexpr (Traits::kMovesRegisters) give_registers<112>();
+    } else if (w.producer() >= 0 && (!Traits::kShares || w.producer() < Traits::kProducers)) {
+        if constexpr (Traits::kMovesRegisters && Traits::kShares) take_registers<Traits::kProducerRegisters>();
+        if constexpr (Traits::kMovesRegisters && !Traits::kShares) give_registers<Traits::kProducerRegisters>();
         prepare_spans(w, block.begin, block.end - block.begin);
+    } else if constexpr (Traits::kShares) {
+        if constexpr (Traits::kMovesRegisters) give_registers<Traits::kFinisherRegisters>();
+        if (w.producer() == Traits::kProducers) finish_channel_spans(w, block.end - block.begin);
     }
+    if constexpr (Traits::kShares) meet_cluster(); // shared memory is there until nobody sends to it or arrives in it
+}
+
+} // namespace replayssm::delta_scan
+
+namespace replayssm {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kMostThreads, 1)
+    gated_delta_scan_chunk_kernel(const __grid_constant__ delta_scan::ChunkParams params) {
+    extern __shared__ __align__(1024) char smem[];
+    if constexpr (!Traits::kShares || REPLAYSSM_CLUSTERS) delta_scan::scan_chunks<Traits>(params, smem);
 }
 
 } // namespace replayssm

@@ -67,36 +67,35 @@ __device__ __forceinline__ void store_half_block(
     }
 }
 
-//! By a warp: (I + A)^-1 of a 16 x 16 block by forward substitution, one column a lane, as bf16 terms. A: rows of
-//! kDiagonalPitch floats, read below the diagonal alone.
+//! By a warp: (I + A)^-1 of a 16 x 16 block by forward substitution, as bf16 terms. Two lanes work out the same column
+//! and take turns at storing two rows of it. A: rows of kDiagonalPitch floats, read below the diagonal alone.
 __device__ __forceinline__ void invert_block(const float* A, char* inverse, int lane) {
     __syncwarp();
-    if (lane < kSpan) {
-        float column[kSpan];
+    const int own = lane % kSpan;
+    const bool second = lane >= kSpan;
+    float column[kSpan];
 #pragma unroll
-        for (int t = 0; t < kSpan; ++t) {
-            float sum[4] = {t == lane ? 1.0f : 0.0f, 0.0f, 0.0f, 0.0f};
+    for (int t = 0; t < kSpan; ++t) {
+        float sum[4] = {t == own ? 1.0f : 0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int first = 0; first < t; first += 4) {
-                const auto row = load_pack<float, 4>(A + t * kDiagonalPitch + first);
+        for (int first = 0; first < t; first += 4) {
+            const auto row = load_pack<float, 4>(A + t * kDiagonalPitch + first);
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (first + i < t) sum[i] = fmaf(-row.value[i], column[first + i], sum[i]);
-            }
-            column[t] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+            for (int i = 0; i < 4; ++i)
+                if (first + i < t) sum[i] = fmaf(-row.value[i], column[first + i], sum[i]);
         }
-        char* target = inverse + (lane & 7) * 2;
+        column[t] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    }
+    char* target = inverse + (own & 7) * 2 + (second ? 2 : 0) * 32;
 #pragma unroll
-        for (int t = 0; t < kSpan; t += 2) {
-            uint32_t terms[kTerms];
-            split(column[t], column[t + 1], terms);
+    for (int t = 0; t < kSpan; t += 4) {
+        uint32_t terms[kTerms];
+        split(second ? column[t + 2] : column[t], second ? column[t + 3] : column[t + 1], terms);
+        char* at = target + strip_offset(t, own >> 3); // rows t .. t + 3 have their halves alike
 #pragma unroll
-            for (int term = 0; term < kTerms; ++term) {
-                char* at = target + term * kBlockBytes;
-                *reinterpret_cast<uint16_t*>(at + strip_offset(t, lane >> 3)) = static_cast<uint16_t>(terms[term]);
-                *reinterpret_cast<uint16_t*>(at + strip_offset(t + 1, lane >> 3)) =
-                    static_cast<uint16_t>(terms[term] >> 16);
-            }
+        for (int term = 0; term < kTerms; ++term) {
+            *reinterpret_cast<uint16_t*>(at + term * kBlockBytes) = static_cast<uint16_t>(terms[term]);
+            *reinterpret_cast<uint16_t*>(at + term * kBlockBytes + 32) = static_cast<uint16_t>(terms[term] >> 16);
         }
     }
     __syncwarp();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/chunk_tile.cuh"
+#include "../common/cluster.cuh"
 #include "fold.cuh"
 
 namespace replayssm::delta_scan {
@@ -10,8 +11,9 @@ constexpr int kTerms = 3;                    // bf16 terms of what enters the st
 constexpr int kReadTerms = 2;                // of what enters an output alone
 constexpr uint32_t kBlockBytes = kSpan * 32; // a 16 x 16 block, bf16
 constexpr int kDiagonalPitch = 20;           // floats; rows begin on 16 bytes
-constexpr int kMostConsumers = 8;            // warps of a block that hold state rows
 constexpr int kValuesAhead = 3;              // spans whose v is on its way
+constexpr int kWarpsApart = 8;               // of a block whose two kinds of warps keep apart
+constexpr int kConsumersApart = 2;           // of them, at most
 
 // KDA
 constexpr int kGroup = 4; // tokens of a group: each of a span's groups is prepared by threads of its own
@@ -37,6 +39,7 @@ struct ChunkStage {
     uint32_t asked = 0;   // decay from the span's start times scale/|q|
     uint32_t written = 0; // decay to the span's end times 1/|k|
     uint32_t decay = 0;   // fp32 of the whole span: KDA [channels], GDN one
+    uint32_t filled = 0;  // bytes in front of the stage's end that are not used
     uint32_t bytes = 0;
 
     constexpr __host__ __device__ ChunkStage(int padded_n, bool channels) {
@@ -50,7 +53,8 @@ struct ChunkStage {
         asked = held + kSpan * 4;
         written = asked + kSpan * 4;
         decay = written + kSpan * 4;
-        bytes = (decay + (channels ? padded_n : 1) * 4 + 1023) / 1024 * 1024; // the swizzle's period
+        filled = decay + (channels ? padded_n : 4) * 4;
+        bytes = (filled + 1023) / 1024 * 1024; // the swizzle's period
     }
 };
 
@@ -83,11 +87,12 @@ struct ChunkShared {
     uint32_t near = 0;     // fp32 [half][group][kNear], parts of the products within a group
     uint32_t diagonal = 0; // fp32 A of two spans
     uint32_t beta = 0;     // fp32 [16] of the span whose gates are being computed
-    uint32_t barriers = 0; // [stage] prepared, [stage] used
+    uint32_t barriers = 0; // [stage] prepared, [stage] used; where blocks share: [2] spread, [2] scored
     uint32_t block = 0;    // ScanBlock
     uint32_t bytes = 0;
 
-    constexpr __host__ __device__ ChunkShared(int padded_n, bool channels, int stages, int producers, int consumers) {
+    constexpr __host__ __device__ ChunkShared(
+        int padded_n, bool channels, int stages, int producers, int consumers, bool shares) {
         v = stages * ChunkStage(padded_n, channels).bytes;
         head = early = v + consumers * kStripBytes;
         barriers = head + producers * static_cast<uint32_t>(sizeof(HeadSpan));
@@ -103,27 +108,38 @@ struct ChunkShared {
             beta = diagonal + 2 * kSpan * kDiagonalPitch * 4;
             barriers = beta + kSpan * 4;
         }
-        block = barriers + (2 * stages * 8 + 15) / 16 * 16;
+        block = barriers + (2 * stages + (shares ? 4 : 0)) * 8;
+        block = (block + 15) / 16 * 16;
         bytes = block + (static_cast<uint32_t>(sizeof(ScanBlock)) + 15) / 16 * 16;
     }
 };
 
-template <int kN_, bool kChannels_>
+//! kSharers: blocks of a cluster that take turns at preparing spans, for one another; 1: every block prepares its own.
+template <int kN_, bool kChannels_, int kSharers_ = 1>
 struct ChunkTraits {
     static constexpr int kN = kN_;                // dstate rounded up
     static constexpr bool kChannels = kChannels_; // KDA
+    static constexpr int kSharers = kSharers_;
+    static constexpr bool kShares = kSharers > 1;
     static constexpr int kTiles = kN / 8;
     static constexpr int kKeyTerms = kChannels ? kTerms : 1; // of keys and queries: GDN's are bf16 as they come
     static constexpr int kQueryTerms = kChannels ? kReadTerms : 1;
     static constexpr int kProducers = kChannels ? kN / 16 : 4; // warps that prepare spans
-    static constexpr int kStages = kChannels ? 3 : 6;
-    //! Where 512 threads leave 128 registers each, warps with a state take some of the others'. Warpgroups do that.
+    static constexpr int kFinishers = kShares ? 4 : 0;         // the first inverts what those have scored, and sends it
+    static constexpr int kPreparing = (kChannels ? kProducers : 1) + (kShares ? 1 : 0); // warps that fill one stage
+    static constexpr int kMostConsumers = kShares ? 4 : 8;                              // warps that hold state rows
+    static constexpr int kMostThreads = (kMostConsumers + kProducers + kFinishers) * kWarp;
+    static constexpr int kStages = kShares ? 2 * kSharers : kChannels ? 3 : 6; // a stage is always the same block's
+    //! Where 512 threads leave 128 registers each, some warps take some of the others'. Warpgroups do that.
     static constexpr bool kMovesRegisters = kChannels && kN == 128;
+    static constexpr int kConsumerRegisters = kShares ? 160 : 144, kProducerRegisters = kShares ? 144 : 112;
+    static constexpr int kFinisherRegisters = 64;
     static constexpr int kConsumerStep = 4;
     static constexpr ChunkStage kStage{kN, kChannels};
+    static_assert(kChannels || !kShares, "GDN's producers finish spans themselves");
     static_assert(kN == 64 || kN == 128, "a thread holds kN / 2 state elements; one warp or two prepare a group");
-    static constexpr __host__ __device__ ChunkShared shared(int consumers) {
-        return ChunkShared(kN, kChannels, kStages, kProducers, consumers);
+    static constexpr __host__ __device__ ChunkShared shared(int consumers = kMostConsumers) {
+        return ChunkShared(kN, kChannels, kStages, kProducers, consumers, kShares);
     }
 };
 
@@ -134,6 +150,7 @@ struct ChunkParams {
     int blocks_per_head;
     int consumers;   // warps that hold state rows; the others of a block prepare spans
     bool gate_pairs; // KDA: a's channels can be loaded two at a time
+    bool apart;      // GDN: warps with a state and those that prepare spans have schedulers of their own
 };
 
 //! Offset of 16-byte piece `piece` of row `row` in a span's tile.
@@ -157,6 +174,12 @@ struct ChunkWarp {
     __device__ __forceinline__ int lane() const { return thread % kWarp; }
     __device__ __forceinline__ int g() const { return lane() >> 2; }
     __device__ __forceinline__ int q() const { return lane() & 3; }
+    //! Its number among the warps that do not hold a state; negative: it does, or does nothing. A multiprocessor's four
+    //! schedulers, each with an instruction cache of its own, take warps in turn: apart, the second two prepare spans.
+    __device__ __forceinline__ int producer() const {
+        if (Traits::kChannels || !params.apart) return warp() - params.consumers;
+        return warp() & 2 ? (warp() >> 2) * 2 + (warp() & 1) : -1;
+    }
     //! The warp's first state row; false: the head has no such row.
     __device__ __forceinline__ int row() const { return first_row + warp() * 16; }
     __device__ __forceinline__ bool works() const { return row() < params.scan.shape.headdim; }
@@ -185,6 +208,30 @@ struct ChunkWarp {
     //! Until the stage is no longer in use for an earlier span.
     __device__ __forceinline__ void wait_for_stage(int span) const {
         if (span >= Traits::kStages) SplitBarrier::wait(used(span), (span / Traits::kStages - 1) & 1);
+    }
+    //! The block's number in its cluster, and whether it is the one that prepares a span.
+    __device__ __forceinline__ int rank() const { return Traits::kShares ? blockIdx.x % Traits::kSharers : 0; }
+    __device__ __forceinline__ bool prepares(int span) const {
+        return !Traits::kShares || span % Traits::kSharers == rank();
+    }
+    //! By the warps that hold the state: the block that prepares spans in a span's stage may do so again.
+    __device__ __forceinline__ void release_stage(int span) const {
+        if (prepares(span)) {
+            SplitBarrier::arrive_alone(used(span));
+        } else {
+            arrive_in_block(used(span), span % Traits::kSharers);
+        }
+    }
+    //! Barriers of the block's own spans, each in its turn: rows are there; all but the inverse is there.
+    __device__ __forceinline__ uint32_t spread(int span) const {
+        return base + params.shared.barriers + (2 * Traits::kStages + (span / Traits::kSharers & 1)) * 8;
+    }
+    __device__ __forceinline__ uint32_t scored(int span) const { return spread(span) + 16; }
+    __device__ __forceinline__ void wait_until_spread(int span) const {
+        SplitBarrier::wait(spread(span), span / Traits::kSharers >> 1 & 1);
+    }
+    __device__ __forceinline__ void wait_until_scored(int span) const {
+        SplitBarrier::wait(scored(span), span / Traits::kSharers >> 1 & 1);
     }
     __device__ __forceinline__ float* floats(uint32_t offset) const { return reinterpret_cast<float*>(smem + offset); }
 };

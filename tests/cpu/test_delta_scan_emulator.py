@@ -34,7 +34,11 @@ CASES = {
     **{f"exact-{r}": {"kernel": "exact-4", "regime": r} for r in REGIMES},
     **{f"exact-kda-{r}": {"kernel": "exact-4", "kind": "kda", "regime": r} for r in ("usual", "wild", "forgetful")},
     **{f"exact-kda-bounded-{r}": {"kernel": "exact-4", "kind": "kda-bounded", "regime": r} for r in ("usual", "bound")},
+    **{f"shared-{k}-{r}": {"kernel": "chunk-2", "kind": k, "regime": r} for k in KINDS[1:] for r in REGIMES},
     "two-blocks-a-head": {"headdim": 128},
+    "apart": {"kernel": "chunk-apart", "headdim": 128, "warps": 2},
+    "apart-uneven": {"kernel": "chunk-apart", "headdim": 80, "dstate": 96, "warps": 2},
+    "apart-one-strip-narrow": {"kernel": "chunk-apart", "headdim": 16, "dstate": 16, "warps": 1},
     "padded-columns": {"headdim": 48, "dstate": 96, "warps": 3},
     "two-blocks-uneven": {"headdim": 80, "dstate": 64, "warps": 3},
     "one-strip-narrow": {"headdim": 16, "dstate": 16, "warps": 1},
@@ -42,6 +46,12 @@ CASES = {
     "kda-padded-columns": {"kind": "kda", "headdim": 48, "dstate": 112, "warps": 3},
     "kda-two-blocks-uneven": {"kind": "kda", "headdim": 80, "dstate": 48, "warps": 3},
     "kda-one-strip-narrow": {"kind": "kda", "headdim": 16, "dstate": 16, "warps": 1},
+    "shared-two-clusters-a-head": {"kernel": "chunk-2", "kind": "kda", "headdim": 128, "warps": 2},
+    "shared-padded-columns": {"kernel": "chunk-2", "kind": "kda", "headdim": 48, "dstate": 112, "warps": 2},
+    "shared-uneven": {"kernel": "chunk-2", "kind": "kda", "headdim": 80, "dstate": 48, "warps": 3},
+    "shared-a-block-without-rows": {"kernel": "chunk-2", "kind": "kda", "headdim": 16, "dstate": 16, "warps": 1},
+    "shared-bf16-gates": {"kernel": "chunk-2", "kind": "kda", "gates": "bf16"},
+    "shared-gates-one-by-one": {"kernel": "chunk-2", "kind": "kda", "gates": "apart"},
     "kda-gates-one-by-one": {"kind": "kda", "gates": "apart"},
     "kda-bf16-gates": {"kind": "kda", "gates": "bf16"},
     "kda-bf16-gates-one-by-one": {"kind": "kda", "gates": "bf16-apart"},
@@ -87,28 +97,34 @@ def test_the_kernel_agrees_with_the_recurrence(program: Path, name: str) -> None
     assert faults(launch(program, **changes), way_of(changes)) == []
 
 
-@pytest.mark.parametrize("kernel, kind", [("chunk", "gdn"), ("chunk", "kda"), ("exact-1", "gdn")])
-def test_bits_depend_neither_on_the_cut_nor_on_which_warp_is_ahead(program: Path, kernel: str, kind: str) -> None:
+# Kernels that must agree to the bit, with numbers of warps.
+CUTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "gdn": {"chunk": (2, 3, 8), "chunk-apart": (2,)},
+    "kda": {"chunk": (2, 3, 8), "chunk-2": (2, 3, 4)},
+    "exact-gdn": {"exact-1": (4,), "exact-4": (4,)},
+}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_bits_depend_neither_on_the_cut_nor_on_which_warp_is_ahead(program: Path, kind: str) -> None:
     outputs = set()
-    for warps in (2, 3, 8) if kernel == "chunk" else (4,):
+    for kernel, warps in ((kernel, warps) for kernel, most in CUTS[kind].items() for warps in most):
         for first in ("first", "last"):
-            options = {"kernel": kernel, "kind": kind, "headdim": 128, "lengths": SHORT, "first-warp": first}
-            done = launch(program, warps=warps, **options)
-            assert faults(done, way_of({"kernel": kernel})) == [], (warps, first)
+            options = {"kernel": kernel, "kind": kind.removeprefix("exact-"), "headdim": 128, "lengths": SHORT}
+            done = launch(program, warps=warps, **options, **{"first-warp": first})
+            assert faults(done, way_of({"kernel": kernel})) == [], (kernel, warps, first)
             outputs.add(done.stdout)
-    if kernel == "exact-1":
-        outputs.add(launch(program, kernel="exact-4", headdim=128, lengths=SHORT).stdout)
     assert len(outputs) == 1, outputs
 
 
-# Kind and regime of the run; header, text and what replaces it. What each must be caught by: the state's bound, the
-# outputs' bound, NaN of memory that nothing has written yet, infinities.
+# Kind, regime and, unless it is the usual one, kernel of the run; header, text and what replaces it. What each must be
+# caught by: the state's bound, the outputs' bound, NaN of memory that nothing has written yet, infinities.
 CORRUPTIONS = {
     "a term of the state less where keys ask it": (
         "gdn usual",
         "scan_chunk_fold.cuh",
-        "mma_pair(low, a[2], b);",
-        "mma_pair(low, a[1], b);",
+        "mma_pair(Traits::kChannels ? low : middle, a[2], b);",
+        "mma_pair(Traits::kChannels ? low : middle, a[1], b);",
     ),
     "a term of the keys less": (
         "kda usual",
@@ -164,8 +180,14 @@ CORRUPTIONS = {
         "w.wait_for_stage(span);",
         "",
     ),
+    "a part of a span that another block is not sent": (
+        "kda usual chunk-2",
+        "scan_chunk_channel_scores.cuh",
+        "send_to_others(w, span, stage + rows, w.kStage.filled - rows);",
+        "send_to_others(w, span, stage + rows, w.kStage.scores - rows);",
+    ),
     "raw rows that are read before they are there": (
-        "gdn usual",
+        "gdn usual exact-1",
         "scan_kernel.cuh",
         "        wait_for_own_copies();\n        __syncthreads();",
         "        __syncthreads();",
@@ -177,8 +199,7 @@ CORRUPTIONS = {
 def test_a_corrupted_kernel_is_caught(tmp_path: Path, name: str) -> None:
     case, *corruption = CORRUPTIONS[name]
     corrupted = build(tmp_path, "delta_scan_emulator", "gated_delta_replay", tuple(corruption))
-    kind, regime = case.split()
-    kernel = "exact-1" if corruption[0] == "scan_kernel.cuh" else "chunk"
+    kind, regime, kernel = [*case.split(), "chunk"][:3]
     changes: dict[str, object] = {"kernel": kernel, "kind": kind, "regime": regime, "first-warp": "last"}
     assert faults(launch(corrupted, **changes), way_of(changes)) != []
 
@@ -188,6 +209,9 @@ WATCHED: dict[str, dict[str, object]] = {
     "chunk-gdn": {"kind": "gdn"},
     "chunk-kda": {"kind": "kda"},
     "chunk-kda-narrow": {"kind": "kda-bounded", "dstate": 64},
+    "apart-gdn": {"kernel": "chunk-apart", "kind": "gdn"},
+    "shared-kda": {"kernel": "chunk-2", "kind": "kda", "warps": 1},
+    "shared-kda-narrow": {"kernel": "chunk-2", "kind": "kda-bounded", "dstate": 64, "warps": 1},
     "exact-4-kda": {"kernel": "exact-4", "kind": "kda"},
     "exact-1": {"kernel": "exact-1", "dstate": 96},
 }
@@ -212,6 +236,18 @@ RACES: dict[str, tuple[dict[str, object], tuple[str, str, str]]] = {
             "        p.meet(); // sums and squares are there; the last span's rows have been used\n",
             "",
         ),
+    ),
+    "a stage that is filled while another block uses it": (
+        {"kernel": "chunk-2", "kind": "kda", "warps": 1},
+        ("scan_chunk_channel_scores.cuh", "            w.wait_for_stage(i);\n", ""),
+    ),
+    "rows that are sent before they are there": (
+        {"kernel": "chunk-2", "kind": "kda", "warps": 1},
+        ("scan_chunk_channel_scores.cuh", "        w.wait_until_spread(span);\n", ""),
+    ),
+    "a block that is inverted before it is there": (
+        {"kernel": "chunk-2", "kind": "kda", "warps": 1},
+        ("scan_chunk_channel_scores.cuh", "        w.wait_until_scored(span);\n", ""),
     ),
     "rows of a batch that are replaced while they are used": (
         {"kernel": "exact-1"},

@@ -5,7 +5,7 @@
 //! for another warp, so warps are as far apart as the barriers allow, the first
 //! or the last ahead: a missing barrier often shows. Not seen: races between
 //! two collectives of a warp or warpgroup (each is a full barrier here) and
-//! fences. One block at a time. Included before any source of the kernel: it
+//! fences. One block at a time, or one cluster of blocks. Included before any source of the kernel: it
 //! makes the CUDA keywords empty and defines what device code calls.
 #pragma once
 
@@ -23,6 +23,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #undef __global__
@@ -205,7 +206,15 @@ struct Block {
     ucontext_t scheduler;
 };
 
-inline Block* block = nullptr;
+//! Blocks that run at once; a block alone is one, too.
+struct Cluster {
+    Rendezvous all;
+    std::vector<std::unique_ptr<Block>> blocks;
+};
+
+inline Cluster* cluster = nullptr;
+inline Block* block = nullptr; // that runs
+inline int rank = 0;           // its number in the cluster
 
 inline void let_others_run() {
     const unsigned thread = threadIdx.x;
@@ -251,6 +260,15 @@ void meet_group(const char* operation, Argument* argument, Action together) {
     meet(group.rendezvous, kGroupThreads, operation, [&] { together(reinterpret_cast<Argument**>(group.brought)); });
 }
 
+//! All threads of a cluster.
+inline void meet_cluster() {
+    const int threads = [] {
+        const races::Unseen unseen;
+        return static_cast<int>(cluster->blocks.size() * blockDim.x);
+    }();
+    meet(cluster->all, threads, "meet_cluster", [] {});
+}
+
 inline void run_thread() {
     block->body();
     races::release(block);
@@ -282,39 +300,65 @@ inline int run_warp(int warp) {
     return left;
 }
 
-//! Runs body() once for each thread of the block that blockIdx names, to the
-//! end.
-inline void run_block(int threads, bool last_warp_first, std::function<void()> body) {
+//! Fibers of a block's threads, on stacks from number `first_stack` on.
+inline std::unique_ptr<Block> make_block(int threads, int first_stack, std::function<void()> body) {
     static std::vector<std::vector<char>> stacks;
-    Block here(threads);
-    here.body = std::move(body);
-    block = &here;
-    while (static_cast<int>(stacks.size()) < threads)
+    auto here = std::make_unique<Block>(threads);
+    here->body = std::move(body);
+    while (static_cast<int>(stacks.size()) < first_stack + threads)
         stacks.emplace_back(kStackBytes);
     for (int thread = 0; thread < threads; ++thread) {
-        ucontext_t& context = here.contexts[thread];
+        ucontext_t& context = here->contexts[thread];
         getcontext(&context);
-        context.uc_stack.ss_sp = stacks[thread].data();
+        context.uc_stack.ss_sp = stacks[first_stack + thread].data();
         context.uc_stack.ss_size = kStackBytes;
-        context.uc_link = &here.scheduler;
+        context.uc_link = &here->scheduler;
         makecontext(&context, run_thread, 0);
-        here.fibers.push_back(races::create());
+        here->fibers.push_back(races::create());
     }
+    return here;
+}
+
+//! Runs body() once for each thread of `blocks` blocks, to the end; blockIdx
+//! names the first.
+inline void run_cluster(int blocks, int threads, bool last_warp_first, const std::function<void()>& body) {
+    Cluster together;
+    cluster = &together;
+    for (int i = 0; i < blocks; ++i)
+        together.blocks.push_back(make_block(threads, i * threads, body));
+    const races::Unseen unseen;
     const int warps = threads / kLanes;
+    const unsigned first = blockIdx.x;
     int left = threads, idle = 0;
     while (left > 0) {
-        const int64_t before = here.progress;
+        int64_t done = 0;
         left = 0;
-        for (int i = 0; i < warps; ++i)
-            left += run_warp(last_warp_first ? warps - 1 - i : i);
-        idle = here.progress == before ? idle + 1 : 0;
+        for (rank = 0; rank < blocks; ++rank) {
+            block = together.blocks[rank].get();
+            blockIdx.x = first + rank;
+            const int64_t before = block->progress;
+            for (int i = 0; i < warps; ++i)
+                left += run_warp(last_warp_first ? warps - 1 - i : i);
+            done += block->progress - before;
+        }
+        idle = done == 0 ? idle + 1 : 0;
         if (idle > kMostIdleRounds) fail("all threads wait");
     }
-    races::acquire(&here);
-    for (races::Fiber fiber : here.fibers)
-        races::destroy(fiber);
-    const races::Unseen unseen;
+    for (const auto& here : together.blocks) {
+        races::acquire(here.get());
+        for (races::Fiber fiber : here->fibers)
+            races::destroy(fiber);
+    }
+    blockIdx.x = first;
+    rank = 0;
     block = nullptr;
+    cluster = nullptr;
+}
+
+//! Runs body() once for each thread of the block that blockIdx names, to the
+//! end.
+inline void run_block(int threads, bool last_warp_first, const std::function<void()>& body) {
+    run_cluster(1, threads, last_warp_first, body);
 }
 
 //! Value of the lane that source(lane) names.

@@ -7,8 +7,9 @@
 //!                       --gates pairs --regime usual --first-warp first
 //!                       --lengths 0,1,63
 //!
-//! kernel: chunk, exact-1 or exact-4 (state rows a thread). warps: of a block
-//! that hold a state, for chunks. gates: fp32 loaded in pairs or one by one
+//! kernel: chunk, chunk-2 (two blocks share the preparation of KDA's chunks),
+//! chunk-apart (GDN: two kinds of warps on schedulers of their own), exact-1 or exact-4 (state rows a thread). warps: of a block that hold a state,
+//! for chunks. gates: fp32 loaded in pairs or one by one
 //! (apart), bf16 or bf16-apart. Memory that the kernel must not read (rows
 //! behind the last token, tokens of padding, gaps between tokens, unused slots
 //! and ring rows, shared memory before its first write) holds NaN. Every second
@@ -259,14 +260,15 @@ void Case::fill_slot(int sequence) {
 // the kernels
 
 template <class Body>
-void run_grid(int threads, int blocks, const Case& c, Body body) {
+void run_grid(int threads, int blocks, const Case& c, Body body, int cluster = 1) {
     blockDim.x = threads;
     gridDim.x = blocks;
     gridDim.y = c.sequences();
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
-        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-            std::memset(smem, kPoison, sizeof(smem));
-            emulator::run_block(blockDim.x, c.options.last_warp_first, body);
+        for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x += cluster) {
+            for (int rank = 0; rank < cluster; ++rank)
+                std::memset(shared_of(rank), kPoison, kSharedBytes);
+            emulator::run_cluster(cluster, blockDim.x, c.options.last_warp_first, body);
         }
     }
 }
@@ -312,18 +314,20 @@ GatedDeltaScanParams scan_params(const Case& c) {
 template <class Traits>
 void run_chunks(const Case& c) {
     const Options& o = c.options;
-    const int blocks = (o.headdim / 16 + o.warps - 1) / o.warps;
+    const int most = o.warps * Traits::kSharers, blocks = (o.headdim / 16 + most - 1) / most * Traits::kSharers;
+    const bool apart = o.kernel == "chunk-apart";
     const delta_scan::ChunkParams params{
-        scan_params(c), Traits::shared(o.warps), REPLAYSSM_FLOAT32, blocks, o.warps, !o.gates_apart};
+        scan_params(c), Traits::shared(o.warps), REPLAYSSM_FLOAT32, blocks, o.warps, !o.gates_apart, apart};
     if (params.shared.bytes > kSharedBytes) refuse("a block's shared memory does not fit");
-    run_grid((o.warps + Traits::kProducers) * kWarp, o.heads * blocks, c,
-        [&] { gated_delta_scan_chunk_kernel<Traits>(params); });
+    const int warps = apart ? delta_scan::kWarpsApart : o.warps + Traits::kProducers + Traits::kFinishers;
+    run_grid(
+        warps * kWarp, o.heads * blocks, c, [&] { gated_delta_scan_chunk_kernel<Traits>(params); }, Traits::kSharers);
 }
 
-template <bool kChannels>
+template <bool kChannels, int kSharers = 1>
 void run_padded_chunks(const Case& c) {
-    if (c.options.dstate > 64) return run_chunks<delta_scan::ChunkTraits<128, kChannels>>(c);
-    run_chunks<delta_scan::ChunkTraits<64, kChannels>>(c);
+    if (c.options.dstate > 64) return run_chunks<delta_scan::ChunkTraits<128, kChannels, kSharers>>(c);
+    run_chunks<delta_scan::ChunkTraits<64, kChannels, kSharers>>(c);
 }
 
 template <int kDstate, int kRows, bool kChannels>
@@ -347,7 +351,11 @@ void run_exact(const Case& c) {
 
 void run_kernel(const Case& c) {
     const Options& o = c.options;
-    if (o.kernel == "chunk") return o.kda ? run_padded_chunks<true>(c) : run_padded_chunks<false>(c);
+    if (o.kernel == "chunk-apart" && (o.kda || o.warps > delta_scan::kConsumersApart)) refuse("no such kernel");
+    if (o.kernel == "chunk" || o.kernel == "chunk-apart")
+        return o.kda ? run_padded_chunks<true>(c) : run_padded_chunks<false>(c);
+    if (o.kernel == "chunk-2" && (!o.kda || o.warps > 4)) refuse("no such kernel of this kind");
+    if (o.kernel == "chunk-2") return run_padded_chunks<true, 2>(c);
     if (o.kernel == "exact-4" && o.dstate != 128) refuse("no such kernel of this dstate");
     o.kda ? run_exact<true>(c) : run_exact<false>(c);
 }
@@ -476,7 +484,7 @@ void compare_head(const Case& c, HeadState state, int sequence, int head, Measur
         if (c.pool.state_scale < 0) continue;
         const double scale = reinterpret_cast<const double*>(slot + c.pool.state_scale)[head * kCursorCopies + copy];
         out.cursors += scale != state_scale(c, slot, head) || !(scale >= kLeastScale && scale <= kMostScale) ||
-            (c.options.kernel == "chunk" && scale != 1.0);
+            (c.options.kernel.rfind("chunk", 0) == 0 && scale != 1.0);
     }
 }
 

@@ -21,6 +21,7 @@ struct DeviceLimits {
     int multiprocessors = 132;
     int block_shared_bytes = kLaunchSharedBytes;
     bool early_launch = true;
+    bool clusters = false;
     bool warpgroups = true;
 };
 
@@ -31,8 +32,9 @@ inline DeviceLimits device_limits() {
 }
 
 template <auto kKernel, class Params>
-void launch(
-    const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t, const Params& params, bool = false) {
+void launch(const char* name, dim3 grid, int threads, size_t shared_bytes, cudaStream_t, const Params& params,
+    bool = false, int cluster = 1) {
+    if (cluster != 1) emulator::fail("clusters are not launched here");
     static int launches = 0;
     const int number = launches++;
     if (shared_bytes > kLaunchSharedBytes)

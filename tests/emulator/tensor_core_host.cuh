@@ -271,10 +271,12 @@ class SplitBarrier {
     struct Words {
         int16_t arrivals, arrived, completions, unused;
     };
-    static Words& words(uint32_t barrier) { return *reinterpret_cast<Words*>(at_shared(barrier, sizeof(Words))); }
-    static void count(uint32_t barrier) {
+    static Words& words(uint32_t barrier, int rank = emulator::rank) {
+        return *reinterpret_cast<Words*>(at_shared(barrier, sizeof(Words), rank));
+    }
+    static void count(uint32_t barrier, int rank = emulator::rank) {
         const races::Unseen unseen;
-        Words& w = words(barrier);
+        Words& w = words(barrier, rank);
         races::release(&w);
         ++emulator::block->progress;
         if (++w.arrived < w.arrivals) return;
@@ -289,6 +291,7 @@ public:
         if (threadIdx.x % kWarp == 0) count(barrier);
     }
     static void arrive_alone(uint32_t barrier) { count(barrier); }
+    static void arrive_in(uint32_t barrier, int rank) { count(barrier, rank); } // of another block
     static void arrive_after_copies(uint32_t barrier) {
         complete(own_copies().open);
         own_copies().open.clear();
