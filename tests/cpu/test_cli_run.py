@@ -110,6 +110,10 @@ def test_prompts_from_files_and_stdin(
     assert prompts() == ["piped"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("no bytes below"))
     assert prompts() == ["no bytes below"]
+    for argv in ([], ["--prompt-file", "-"], ["--prompt", "a", "--prompt-file", "-"]):
+        stdin(b"")
+        message = refused(["run", checkpoint, *argv], capsys)
+        assert message == "the prompt on stdin is empty; write it there, or give --prompt TEXT or --prompt-file FILE"
 
 
 def test_sampling_is_repeatable_and_follows_the_seed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,11 @@ def report_error(message: str) -> None:
     print(f"{PROG}: error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
+def report_note(message: str) -> None:
+    """One line on stderr about what was done, where something else may have been expected."""
+    print(f"{PROG}: note: {one_line(message)}", file=sys.stderr, flush=True)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line; options cannot be abbreviated."""
 

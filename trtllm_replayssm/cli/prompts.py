@@ -72,7 +72,9 @@ def _from_json(line: str, where: str) -> str:
 def _stdin() -> str:
     require(sys.stdin is not None, "stdin is closed; give --prompt or --prompt-file with a file")
     stream = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if stream is None else _decoded(stream.read(), "stdin")
+    text = sys.stdin.read() if stream is None else _decoded(stream.read(), "stdin")
+    require(text != "", "the prompt on stdin is empty; write it there, or give --prompt TEXT or --prompt-file FILE")
+    return text
 
 
 def _decoded(data: bytes, name: str) -> str:

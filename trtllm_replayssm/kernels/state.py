@@ -26,7 +26,7 @@ def materialize(
         src, dst: int32 or int64 [n]. dst names no slot twice and no slot that another entry reads; src[i] = dst[i] is
             allowed. An entry with a slot outside the pool is skipped.
         count: int32 or int64 [n]; committed rows come first, then pending ones. -1: all rows; others are clamped.
-        A: [H], needed for a mamba2 pool and refused for the others.
+        A: [H], needed for a mamba2 pool and refused for the others; its values as in mamba2_step.
 
     Raises:
         ReplayError: a shape, dtype or device that is not allowed, or no library. RuntimeError: CUDA refused.
