@@ -440,8 +440,8 @@ def test_more_prompt_tokens_in_a_call_than_the_plugins_take(checkpoint: Path) ->
     with pytest.raises(ReplayError) as caught:
         BuildOptions(max_batch=4096).profile_limits(config)
     assert str(caught.value) == (
-        "max_batch is 4096 with max_input_len 1024: 4,194,304 prompt tokens in one call; ReplayCausalConv takes at most "
-        "2,097,120: give max_input_len 511 or less (longer prompts run in pieces) or a smaller max_batch"
+        "max_batch is 4096 with max_input_len 1024: 4,194,304 prompt tokens in one call; ReplayCausalConv takes at "
+        "most 2,097,120: give max_input_len 511 or less (longer prompts run in pieces) or a smaller max_batch"
     )
     assert BuildOptions(max_batch=4096, max_input_len=511).profile_limits(config).max_input_len == 511
     assert BuildOptions(max_batch=4096, max_positions=64).profile_limits(config).max_input_len == 64
