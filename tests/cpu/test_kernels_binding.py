@@ -349,5 +349,13 @@ def test_pools_of_another_kind_are_refused():
     recurrent = StatePool.allocate(SlotLayout(small_spec("mamba2")), 1)
     with pytest.raises(ReplayError, match="holds a convolution"):
         kernels.reset(conv, torch.tensor([0]))
+    one = torch.tensor([0])
+    for call in (
+        lambda pool: kernels.mamba2_step(pool, one, *[one] * 5),
+        lambda pool: kernels.reset(pool, one),
+        lambda pool: kernels.conv_reset(pool, one),
+    ):
+        with pytest.raises(ReplayError, match="pool is SlotLayout; it must be a StatePool"):
+            call(recurrent.layout)
     with pytest.raises(ReplayError, match="holds mamba2; this operation needs a pool with a ConvLayout"):
         kernels.conv_reset(recurrent, torch.tensor([0]))

@@ -49,8 +49,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Report ``message`` and exit with code 2."""
-        report_error(message)
+        """Report ``message`` and the command that shows the options, and exit with code 2."""
+        report_error(f"{message}; see {self.prog} --help")
         sys.exit(EXIT_BAD_INPUT)
 
 

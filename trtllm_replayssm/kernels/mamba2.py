@@ -31,6 +31,7 @@ DEFAULT_TUNING = StepTuning()
 
 def on_gpu(pool: StatePool) -> bool:
     """Whether the library takes this pool: CUDA memory, and not the float64 that only the reference has."""
+    tensors.require_pool(pool)
     return pool.memory.is_cuda and pool.layout.spec.act_dtype != "float64"
 
 

@@ -77,7 +77,8 @@ def reset(pool: StatePool, slots: torch.Tensor) -> None:
 
 
 def recurrent_spec(pool: StatePool) -> RecurrenceSpec:
-    """The pool's RecurrenceSpec. Raises ReplayError for a convolution's pool."""
+    """The pool's RecurrenceSpec. Raises ReplayError for what is no pool, or one of a convolution."""
+    tensors.require_pool(pool)
     spec = pool.layout.spec
     if not isinstance(spec, RecurrenceSpec):
         raise ReplayError("pool holds a convolution; this operation needs a recurrent pool")

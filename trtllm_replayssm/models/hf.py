@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+#: How errors say what is wanted.
+HF_DIRECTORY = "; give one that holds a downloaded Hugging Face checkpoint"
 #: model_type -> (family, whether all its MLPs are mixtures of experts).
 MODEL_TYPES = {
     "nemotron_h": ("nemotron_h", False),
@@ -73,7 +75,7 @@ def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridC
     """
     path = Path(directory)
     file = path / CONFIG_FILE
-    require(os.path.isdir(path), f"{path} is not a directory")
+    require(os.path.isdir(path), f"{path} is not a directory{HF_DIRECTORY}")
     require(os.path.isfile(file), f"{path} has no {CONFIG_FILE}")
     outer = Fields(read_json(file), str(file))
     refuse_engine(path, outer.data, "the Hugging Face directory that its checkpoint was converted from")
