@@ -34,6 +34,10 @@ PLUGIN_VERSION = "1"
 #: TensorRT's DataType codes that ``type_id`` and ``state_type_id`` take.
 TYPE_IDS = {"float32": 0, "float16": 1, "bfloat16": 7}
 
+#: What a plugin takes in one call: rows, and (ReplayCausalConv) tokens of context rows.
+MAX_ROWS = 32_767
+MAX_CONTEXT_TOKENS = 2_097_120
+
 INT32, FLOAT32 = "INT32", "FLOAT32"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Union
 
-from .errors import require
+from .errors import ReplayError, require
 from .layout import ROW_ALIGNMENT, ConvLayout, SlotLayout
 from .spec import DTYPE_BYTES, require_int
 
@@ -31,6 +31,38 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _check_layout(layout: object) -> None:
+    known = isinstance(layout, (SlotLayout, ConvLayout))
+    require(known, f"layout is {type(layout).__name__}; it must be a SlotLayout or ConvLayout")
+
+
+def _zeros(slots: int, slot_bytes: int, device: torch.device | str) -> torch.Tensor:
+    """Zeroed uint8 [slots, slot_bytes]. Raises ReplayError where torch lacks the device or the memory."""
+    import torch
+
+    try:
+        home = torch.device(device)
+    except (RuntimeError, TypeError):  # torch's own words list every kind of device that it has a name for
+        raise ReplayError(f"device is {device!r}; it must be a torch device such as cpu, cuda or cuda:0") from None
+    if home.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        there = (home.index or 0) < count
+        require(there, f"device is {str(device)!r}; torch {torch.__version__} finds {count} CUDA devices here")
+    try:
+        return torch.zeros(slots, slot_bytes, dtype=torch.uint8, device=home)
+    except (AssertionError, NotImplementedError):  # this torch was built without such devices
+        raise ReplayError(f"device is {str(device)!r}; torch {torch.__version__} has no such device here") from None
+    except RuntimeError as error:
+        name, text = type(error).__name__, str(error)
+        if name != "OutOfMemoryError" and "DefaultCPUAllocator" not in text and "overflow" not in text:
+            raise
+        asked = slots * slot_bytes
+        raise ReplayError(
+            f"slots is {slots}: {asked:,} bytes ({asked / (1 << 30):,.1f} GiB, {slot_bytes:,} a slot) are more than "
+            f"{home} can give; allocate fewer slots (run: a smaller --max-batch)"
+        ) from None
+
+
 class StatePool:
     """Slots of one layer.
 
@@ -48,8 +80,7 @@ class StatePool:
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
         import torch
 
-        known = isinstance(layout, (SlotLayout, ConvLayout))
-        require(known, f"layout is {type(layout).__name__}; it must be a SlotLayout or ConvLayout")
+        _check_layout(layout)
         have = type(memory).__name__
         require(isinstance(memory, torch.Tensor), f"memory is {have}; it must be a uint8 tensor [slots, stride_bytes]")
         require(memory.dtype == torch.uint8, f"memory is {memory.dtype}; it must be torch.uint8")
@@ -67,11 +98,17 @@ class StatePool:
 
     @classmethod
     def allocate(cls, layout: Layout, slots: int, device: torch.device | str = "cpu") -> StatePool:
-        """A zeroed pool of ``slots`` slots, every slot reset (empty window, zero state)."""
+        """A zeroed pool of ``slots`` slots, every slot reset (empty window, zero state).
+
+        Raises:
+            ReplayError: no layout, slots out of range, a device that torch does not have here, or that cannot give so
+                much memory (with the bytes that were asked for).
+        """
         import torch
 
+        _check_layout(layout)
         require_int("slots", slots, 1, MAX_SLOTS)
-        pool = cls(layout, torch.zeros(slots, layout.slot_bytes, dtype=torch.uint8, device=device))
+        pool = cls(layout, _zeros(slots, layout.slot_bytes, device))
         if isinstance(layout, SlotLayout):
             limits = [layout.spec.first_limit(i) for i in range(slots)]
             pool["cursor"][..., 3] = torch.tensor(limits, dtype=torch.int16, device=device)[:, None, None]

@@ -6,6 +6,7 @@ that builds nothing (tests/build_standin.py).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -45,7 +46,7 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> StandInBuild:
 
 
 def use(build: StandInBuild, monkeypatch: pytest.MonkeyPatch) -> StandInBuild:
-    monkeypatch.setattr(engine, "find_tensorrt", lambda name: build.trt)
+    monkeypatch.setattr(engine, "find_tensorrt", lambda *asked: build.trt)
     monkeypatch.setattr(engine, "_register_plugins", lambda: ("9.9", "ab" * 32))
     return build
 
@@ -111,7 +112,8 @@ def test_json_and_overwrite(checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
         (["--workspace", "nan"], "workspace is nan"),
         (["--builder-optimization-level", 6], "optimization_level is 6; it must be a whole number from 0 to 5"),
         (["--tensorrt", "tensorrt_rtx"], "TensorRT-RTX takes no plugins. It builds network io (--network io)"),
-        ([], "tensorrt is not installed; install it with: pip install 'tensorrt>=10,<12'"),
+        ([], "building needs a GPU (without one: --tensorrt tensorrt_rtx --network io)"),
+        (["--network", "io"], "tensorrt>=10,<12'; building needs a GPU (without one: --tensorrt tensorrt_rtx)"),
         (["--runtime", "trtllm"], "tensorrt_llm cannot be imported"),
         (["--runtime", "trtllm", "--network", "io"], "--network is io; it is for --runtime tensorrt"),
         (["--runtime", "trtllm", "--dtype", "float16"], "dtypes are those of the checkpoint"),
@@ -217,7 +219,7 @@ def test_a_dtype_that_this_tensorrt_lacks(checkpoint: Path, tmp_path: Path, stan
 
 
 def test_no_plugin_library(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "find_tensorrt", lambda name: StandInBuild("10").trt)
+    monkeypatch.setattr(engine, "find_tensorrt", lambda *asked: StandInBuild("10").trt)
     monkeypatch.setenv("TRTLLM_REPLAYSSM_LIBRARY", str(tmp_path / "none.so"))
     with pytest.raises(ReplayError, match=r"none\.so does not exist; build it with `make lib`"):
         build_engine(checkpoint, tmp_path / "out")
@@ -431,6 +433,19 @@ def test_options_follow_the_model(checkpoint: Path) -> None:
     network = options.network_options(config)
     assert (network.state_dtype, network.dtype, network.spec_len) == ("float16", config.dtype, 3)
     assert BuildOptions().network_options(config).state_dtype == config.state_dtype == "float32"
+
+
+def test_more_prompt_tokens_in_a_call_than_the_plugins_take(checkpoint: Path) -> None:
+    config = dataclasses.replace(load_host_checkpoint(checkpoint)[0], max_positions=4096)
+    with pytest.raises(ReplayError) as caught:
+        BuildOptions(max_batch=4096).profile_limits(config)
+    assert str(caught.value) == (
+        "max_batch is 4096 with max_input_len 1024: 4,194,304 prompt tokens in one call; ReplayCausalConv takes at "
+        "most 2,097,120: give max_input_len 511 or less (longer prompts run in pieces) or a smaller max_batch"
+    )
+    assert BuildOptions(max_batch=4096, max_input_len=511).profile_limits(config).max_input_len == 511
+    assert BuildOptions(max_batch=4096, max_positions=64).profile_limits(config).max_input_len == 64
+    assert BuildOptions(max_batch=4096, network="io").profile_limits(config).max_input_len == 1024
 
 
 def test_the_last_words_of_tensorrt_are_said() -> None:

@@ -223,7 +223,7 @@ def test_outputs_that_are_no_place_for_a_directory(saved: dict[str, Path], conve
 def test_bad_arguments(saved: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="dtype is 'int8'; it must be one of bfloat16, float16, float32"):
         convert(saved["nemotron_h"], tmp_path / "out", dtype="int8")
-    with pytest.raises(ReplayError, match="nowhere is not a directory"):
+    with pytest.raises(ReplayError, match="nowhere is not a directory; give one that holds a downloaded Hugging"):
         convert(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "file").write_text("x")
     with pytest.raises(ReplayError, match=r"out cannot be made: .*file is not a directory"):
@@ -282,7 +282,7 @@ def test_weight_errors(converted: Path, tmp_path: Path) -> None:
     (converted / "config.json").unlink()
     with pytest.raises(ReplayError, match=r"has no config\.json"):
         load_checkpoint(converted)
-    with pytest.raises(ReplayError, match="gone is not a directory"):
+    with pytest.raises(ReplayError, match="gone is not a directory; give one that `trtllm-replayssm convert` made"):
         load_checkpoint(tmp_path / "gone")
 
 

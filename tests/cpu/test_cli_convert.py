@@ -58,6 +58,30 @@ def test_makes_a_checkpoint(hf_dir: Path, dtype: str | None, capsys: pytest.Capt
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize(
+    ("named", "options", "note"),
+    [
+        (
+            "float64",
+            [],
+            "config.json names dtype float64, which is none of bfloat16, float16, float32: the weights become",
+        ),
+        ("torch.float8_e4m3fn", ["--json"], "config.json names dtype float8_e4m3fn, which is none of "),
+        (None, [], "config.json names no dtype: the weights become bfloat16; --dtype takes another"),
+        ("float64", ["--dtype", "float32"], ""),
+        ("float16", [], ""),
+    ],
+)
+def test_a_dtype_that_is_not_kept_is_said(
+    hf_dir: Path, named: str | None, options: list[str], note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed_config(hf_dir, torch_dtype=named, dtype=None)
+    assert call(["convert", hf_dir, hf_dir.parent / "out", *options]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(f"trtllm-replayssm: note: {note}") if note else err == ""
+    assert err.count("\n") == bool(note)
+
+
 def test_json(hf_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = hf_dir.parent / "out"
     assert call(["convert", hf_dir, out, "--json"]) == 0

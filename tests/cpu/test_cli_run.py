@@ -110,6 +110,10 @@ def test_prompts_from_files_and_stdin(
     assert prompts() == ["piped"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("no bytes below"))
     assert prompts() == ["no bytes below"]
+    for argv in ([], ["--prompt-file", "-"], ["--prompt", "a", "--prompt-file", "-"]):
+        stdin(b"")
+        message = refused(["run", checkpoint, *argv], capsys)
+        assert message == "the prompt on stdin is empty; write it there, or give --prompt TEXT or --prompt-file FILE"
 
 
 def test_sampling_is_repeatable_and_follows_the_seed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,8 +280,9 @@ def test_tokenizer_and_chat(copy: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--prompt-file", "{tmp}/deep.jsonl"], "deep.jsonl line 1 is no JSON"),
         (["--prompt-file", "/proc/self/mem"], "cannot read /proc/self/mem"),
         (["--prompt-file", "{tmp}/latin1"], "latin1 is not UTF-8: invalid continuation byte at byte 1"),
-        (["--prompt-file", "{tmp}/empty"], "prompt 1 is empty"),
-        (["--prompt-file", "{tmp}/empty.jsonl"], "empty.jsonl is empty"),
+        (["--prompt-file", "{tmp}/empty"], "/empty is empty; it must hold a prompt"),
+        (["--prompt-file", "{tmp}/lines.jsonl"], "lines.jsonl has no prompt; it must have one per line"),
+        (["--prompt-file", "{tmp}/nothing.jsonl"], "nothing.jsonl line 2 is an empty prompt"),
         (["--prompt-file", "{tmp}/bad.jsonl"], "bad.jsonl line 2 is no JSON"),
         (["--prompt-file", "{tmp}/number.jsonl"], "number.jsonl line 1 has no prompt"),
     ],
@@ -290,7 +295,8 @@ def test_bad_options_are_refused(
         "deep.jsonl": b"[" * 100_000,
         "latin1": b"a\xe9b",
         "empty": b"",
-        "empty.jsonl": b"\n",
+        "lines.jsonl": b"\n",
+        "nothing.jsonl": b'"a"\n{"prompt": ""}\n',
         "bad.jsonl": b'"a"\n{\n',
         "number.jsonl": b"3\n",
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from build_standin import StandInBuild
 from cli_cases import call
@@ -30,7 +32,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "library.so"
     file.write_bytes(b"library")
     convert(tiny_hf_dir("byte", tmp_path / "hf"), tmp_path / "checkpoint", dtype="float32")
-    monkeypatch.setattr(engine, "find_tensorrt", lambda name: StandInBuild("8.6").trt)
+    monkeypatch.setattr(engine, "find_tensorrt", lambda *asked: StandInBuild("8.6").trt)
     monkeypatch.setattr(engine, "_register_plugins", lambda: ("0.1.0", sha256_of(file)))
     monkeypatch.setattr(plugins, "library_path", lambda: file)
     build_engine(tmp_path / "checkpoint", tmp_path / "engine")
@@ -66,6 +68,9 @@ def test_damaged_and_absent_ones(directory: Path, tmp_path: Path) -> None:
     whole = (directory / "decay.npz").read_bytes()
     (directory / "decay.npz").write_bytes(whole[:-30])
     assert "decay.npz cannot be used" in examine_engine(str(directory), FOUND)["detail"]
+    with np.load(io.BytesIO(whole)) as rates:
+        np.savez(directory / "decay.npz", **{name: -rate for name, rate in rates.items()})
+    assert "every rate must be finite and 0 or negative" in examine_engine(str(directory), FOUND)["detail"]
     (directory / "rank0.engine").write_bytes(b"other")
     assert "it is cut off" in examine_engine(str(directory), FOUND)["detail"]
     assert examine_engine(str(directory), FOUND)["do"].endswith(f"{directory} --overwrite")
@@ -82,6 +87,9 @@ def test_the_command(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     } | {"library": {"status": "ok", "version": "0.1.0", "detail": "", "architectures": ["90"]}})  # fmt: skip
     assert call(["doctor", "--engine", directory, "--json"]) == 0
     assert [row["runs"] for row in json.loads(capsys.readouterr().out)["engines"]] == [True]
+    assert call(["doctor", "--engine", directory]) == 0
+    assert capsys.readouterr().out.endswith("\n\nthe core works, and every engine runs\n")
     assert call(["doctor", "--engine", directory, "--engine", "/nowhere"]) == 1
     shown = capsys.readouterr().out
+    assert shown.endswith("\n\nengine /nowhere does not run here\n")
     assert "/nowhere" in shown and "window 16" in shown and "is not a directory" in shown

@@ -435,7 +435,7 @@ def test_qwen_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> N
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"has no config\.json"):
         read_hf_config(tmp_path)
-    with pytest.raises(ReplayError, match="nowhere is not a directory"):
+    with pytest.raises(ReplayError, match="nowhere is not a directory; give one that holds a downloaded Hugging"):
         read_hf_config(tmp_path / "nowhere")
     for text, message in (
         ("{", "is not JSON"),

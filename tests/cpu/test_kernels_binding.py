@@ -324,10 +324,38 @@ def test_cpu_convolutions_go_through_the_reference():
     assert torch.equal(pools[0].memory, pools[1].memory)
 
 
+def test_rates_that_are_positive_are_refused_on_the_cpu():
+    """By every operation that takes A, and the slots stay as they were."""
+    spec = small_spec("mamba2")
+    inputs, slots, wrong = make_inputs(spec, 1, 1), torch.tensor([0]), torch.ones(spec.nheads)
+    pool, packed = StatePool.allocate(SlotLayout(spec), 1), {n: v[0] for n, v in inputs.tokens.items()}
+    before = pool.memory.clone()
+    for call in (
+        lambda: kernels.mamba2_step(pool, slots, **inputs.tokens, **(inputs.params | {"A": wrong})),
+        lambda: kernels.mamba2_scan(
+            pool, slots, **packed, **(inputs.params | {"A": wrong}), cu_seqlens=torch.tensor([0, 1])
+        ),
+        lambda: kernels.materialize(pool, slots, slots, slots, A=wrong),
+    ):
+        with pytest.raises(
+            ReplayError, match=r"A holds 1; every rate must be finite and 0 or negative: A = -exp\(A_log"
+        ):
+            call()
+    assert torch.equal(pool.memory, before)
+
+
 def test_pools_of_another_kind_are_refused():
     conv = StatePool.allocate(ConvLayout(ConvSpec(16)), 1)
     recurrent = StatePool.allocate(SlotLayout(small_spec("mamba2")), 1)
     with pytest.raises(ReplayError, match="holds a convolution"):
         kernels.reset(conv, torch.tensor([0]))
+    one = torch.tensor([0])
+    for call in (
+        lambda pool: kernels.mamba2_step(pool, one, *[one] * 5),
+        lambda pool: kernels.reset(pool, one),
+        lambda pool: kernels.conv_reset(pool, one),
+    ):
+        with pytest.raises(ReplayError, match="pool is SlotLayout; it must be a StatePool"):
+            call(recurrent.layout)
     with pytest.raises(ReplayError, match="holds mamba2; this operation needs a pool with a ConvLayout"):
         kernels.conv_reset(recurrent, torch.tensor([0]))

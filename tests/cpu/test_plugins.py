@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -52,6 +53,17 @@ def test_the_documentation_has_every_field_and_input() -> None:
     assert [field for field in sorted(fields) if field not in table] == []
     inputs = {tensor for name in plugins.PLUGIN_FIELDS for tensor in plugins.plugin_inputs(name, {"has_accepted": 1})}
     assert [tensor for tensor in sorted(inputs) if tensor not in text] == []
+
+
+def test_limits_of_a_call_are_the_librarys() -> None:
+    """MAX_ROWS and MAX_CONTEXT_TOKENS are what the sources check, and what the documentation says."""
+    sources = {name: (ROOT / "plugins" / name).read_text() for name in ("c_api/operations.h", "c_api/conv.cpp")}
+    grid = int(re.search(r"kMaxGridRows = (\d+);", sources["c_api/operations.h"]).group(1))  # type: ignore[union-attr]
+    rows = re.search(r'"tokens", p\.tokens, 0, kMaxGridRows \* (\d+)', sources["c_api/conv.cpp"])
+    assert rows is not None and grid * int(rows.group(1)) == plugins.MAX_CONTEXT_TOKENS
+    assert f'"rows", rows, 0, {plugins.MAX_ROWS})' in (ROOT / "plugins/tensorrt/op.cpp").read_text()
+    readme = (ROOT / "plugins/tensorrt/README.md").read_text()
+    assert f"{plugins.MAX_ROWS:,} rows; {plugins.MAX_CONTEXT_TOKENS:,} tokens of context rows" in readme
 
 
 def test_inputs_with_defaults() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.shapes import ODD
 from trtllm_replayssm import ConvLayout, ConvSpec, RecurrenceSpec, ReplayError, SlotLayout
-from trtllm_replayssm.pool import StatePool, torch_dtype
+from trtllm_replayssm.pool import MAX_SLOTS, StatePool, torch_dtype
 from trtllm_replayssm.spec import DTYPE_BYTES
 
 LAYOUTS = [
@@ -103,6 +105,30 @@ def test_refused_memory() -> None:
             StatePool.allocate(layout, slots)  # type: ignore[arg-type]
     with pytest.raises(ReplayError, match="layout is RecurrenceSpec; it must be a SlotLayout or ConvLayout"):
         StatePool(layout.spec, zeros(2, size))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((LAYOUTS[0], 2, "gpu"), "device is 'gpu'; it must be a torch device such as cpu, cuda or cuda:0"),
+        ((LAYOUTS[0], 2, 3.5), "device is 3.5; it must be a torch device"),
+        ((LAYOUTS[0], 2, "cuda:77"), r"device is 'cuda:77'; torch \S+ finds \d+ CUDA devices here"),
+        ((LAYOUTS[0], 2, "xpu"), r"device is 'xpu'; torch \S+ has no such device here"),
+        ((None, 2), "layout is NoneType; it must be a SlotLayout or ConvLayout"),
+    ],
+)
+def test_pools_that_cannot_be_allocated(arguments: Any, message: str) -> None:
+    with pytest.raises(ReplayError, match=message):
+        StatePool.allocate(*arguments)
+
+
+def test_more_memory_than_there_is() -> None:
+    """How many bytes were asked for, of what. They are past the 47 bits of an address, so nobody can have them."""
+    layout = SlotLayout(RecurrenceSpec("mamba2", 512, 8, 64, 128))
+    assert MAX_SLOTS * layout.slot_bytes > 1 << 47
+    asked = f"{MAX_SLOTS * layout.slot_bytes:,}"
+    with pytest.raises(ReplayError, match=rf"slots is {MAX_SLOTS}: {asked} bytes \([0-9,.]+ GiB, .* than cpu can give"):
+        StatePool.allocate(layout, MAX_SLOTS)
 
 
 def test_one_slot_may_have_any_stride() -> None:

@@ -57,6 +57,10 @@ def test_make_targets_of_the_first_screen_exist() -> None:
     assert README[: README.index("make test")].count("\n") < 20  # the first screen
 
 
+def test_every_document_is_linked() -> None:
+    assert [path.name for path in DOCUMENTS[1:] if f"](docs/{path.name})" not in README] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_to_files_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text()):

@@ -156,6 +156,8 @@ def test_overwrite(llm: Any, checkpoint: Path, engine_dir: Path, tmp_path: Path)
 BAD_OPTIONS = [
     ({"window": 65}, "window is 65; it must be a whole number from 1 to 64"),
     ({"max_batch_size": 0}, "max_batch_size is 0; it must be a whole number"),
+    ({"max_batch_size": 32768}, r"max_batch_size is 32768; it must be .* from 1 to 32767 \(rows that a plugin takes\)"),
+    ({"max_num_tokens": 2097121}, "max_num_tokens is 2097121; it must be a whole number from 1 to 2097120"),
     ({"max_seq_len": 8}, r"max_seq_len is 8; .* from 1024 .*\(max_input_len or more\)"),
     ({"gemm_plugin": "fp8"}, "gemm_plugin is 'fp8'; it must be one of auto, none"),
     ({"logits_dtype": "bfloat16"}, "logits_dtype is 'bfloat16'; it must be one of float32, float16"),

@@ -341,6 +341,9 @@ def test_build_options_that_are_refused(llm: Any, argument: str, value: Any) -> 
         model.prepare_inputs(**sizes, **{argument: value})
     with pytest.raises(ReplayError, match="kv_cache_type is disabled"):
         model.prepare_inputs(**{**sizes, "use_cache": False})
+    for size in ("max_batch_size", "max_num_tokens"):
+        with pytest.raises(ReplayError, match=f"{size} is 16777216; it must be a whole number from 1 to "):
+            model.prepare_inputs(**{**sizes, size: 1 << 24})
 
 
 @pytest.mark.parametrize(

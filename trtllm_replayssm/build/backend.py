@@ -16,17 +16,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ..errors import ReplayError, require
+from .options import IO
 
 #: Called with (done, total, what is being done now).
 Progress = Callable[[int, int, str], None]
 
 INTERNAL_ERROR, ERROR, WARNING = 0, 1, 2
 _KEPT = 8
-_INSTALL = {
-    "tensorrt": "pip install 'tensorrt>=10,<12'; building needs a GPU "
-    "(without one: --tensorrt tensorrt_rtx --network io)",
-    "tensorrt_rtx": "pip install tensorrt-rtx",
-}
+_INSTALL = {"tensorrt": "pip install 'tensorrt>=10,<12'", "tensorrt_rtx": "pip install tensorrt-rtx"}
 #: Text in TensorRT 8.6's log that begins a phase of the build -> the phase's name, in their order.
 _LOG_PHASES = (
     ("Graph optimization time", "choosing kernels"),
@@ -59,24 +56,30 @@ _MEANINGS = (
 )
 
 
-def find_tensorrt(name: str) -> ModuleType:
+def find_tensorrt(name: str, network: str | None = None) -> ModuleType:
     """The module ``tensorrt`` or ``tensorrt_rtx``; ``auto`` is tensorrt.
+
+    Args:
+        name: as above. network: of the build that it is for, None for a run: what may be tried without a GPU is said of
+            builds, in the options that are not given yet.
 
     Raises:
         ReplayError: it is not installed, or does not load.
     """
     wanted = "tensorrt" if name == "auto" else name
+    install = _INSTALL[wanted]
+    if wanted == "tensorrt" and network is not None:
+        more = "--tensorrt tensorrt_rtx" + ("" if network == IO else f" --network {IO}")
+        install += f"; building needs a GPU (without one: {more})"
     try:
         module = importlib.import_module(wanted)
     except ModuleNotFoundError as error:
         if error.name != wanted:
             raise ReplayError(f"{wanted} does not load: {error}") from None
-        raise ReplayError(f"{wanted} is not installed; install it with: {_INSTALL[wanted]}") from None
+        raise ReplayError(f"{wanted} is not installed; install it with: {install}") from None
     except Exception as error:  # its own start-up code may raise anything
         raise ReplayError(f"{wanted} does not load: {type(error).__name__}: {error}") from None
-    require(
-        hasattr(module, "Builder"), f"{wanted} {getattr(module, '__version__', '')} has no builder; {_INSTALL[wanted]}"
-    )
+    require(hasattr(module, "Builder"), f"{wanted} {getattr(module, '__version__', '')} has no builder; {install}")
     return module
 
 

@@ -251,6 +251,12 @@ def read_decay(directory: Path, config: EngineConfig) -> dict[int, np.ndarray]:
         require(
             fits, f"{file}: layer {layer} is {rate.dtype} {list(rate.shape)}; it must be float32 [{model.ssm_heads}]"
         )
+        wrong = rate[~(np.isfinite(rate) & (rate <= 0))]
+        if wrong.size:
+            raise ReplayError(
+                f"{file}: layer {layer} holds {wrong[0]:g}; every rate must be finite and 0 or negative: build the "
+                "engine again"
+            )
     return rates
 
 

@@ -60,7 +60,7 @@ def build_engine(
     )
     config, weights = load_host_checkpoint(source)
     network, limits = options.network_options(config), options.profile_limits(config)
-    trt = find_tensorrt(options.tensorrt)
+    trt = find_tensorrt(options.tensorrt, options.network)
     check_options(trt, config, network)
     if options.precision is not None:
         require(

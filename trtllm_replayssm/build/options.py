@@ -14,7 +14,8 @@ from ..spec import MAX_SPEC_LEN, MAX_WINDOW, require_bool, require_choice, requi
 MODULES = ("tensorrt", "tensorrt_rtx")
 TENSORRT_MODULES = ("auto", *MODULES)
 #: plugin: the replay layers are plugins. io: their operands are outputs and their results inputs of the network.
-NETWORKS = ("plugin", "io")
+PLUGIN, IO = "plugin", "io"
+NETWORKS = (PLUGIN, IO)
 #: What layers ask for where networks are not strongly typed (TensorRT 8.6) and fp16: binding, or a wish.
 OBEY, PREFER = "obey", "prefer"
 PRECISIONS = (OBEY, PREFER)
@@ -33,7 +34,8 @@ class BuildOptions:
         window: ReplaySSM window L, 1..64; 1 is conventional decoding. draft_tokens: drafts of one verify, 0..15.
         stagger: shorten first windows, so that rows admitted together do not all flush in one step.
         max_batch: sequences that live at once, and rows of a call. max_input_len: prompt tokens of a row and call;
-            longer prompts run in pieces. max_positions: tokens per sequence; None takes the model's limit.
+            longer prompts run in pieces. Their product, the tokens of a call, is at most plugins.MAX_CONTEXT_TOKENS.
+            max_positions: tokens per sequence; None takes the model's limit.
         workspace_gib: scratch memory that a layer may have; None sets no limit.
         timing_cache: file of measured kernel times, read where it is there and written after the build, or None.
         optimization_level: TensorRT's builder optimization level 0..5, or None for its default.
@@ -129,13 +131,25 @@ class BuildOptions:
         )
 
     def profile_limits(self, config: HybridConfig) -> Any:
-        """The ProfileLimits (ops/tensorrt_network.py) of this build."""
+        """The ProfileLimits (ops/tensorrt_network.py) of this build.
+
+        Raises:
+            ReplayError: more tokens in one call than the plugins take.
+        """
         from ..ops.tensorrt_network import ProfileLimits
+        from ..plugins import MAX_CONTEXT_TOKENS
 
         positions = self.positions(config)
+        length = min(self.max_input_len, positions)
+        require(
+            self.network == IO or self.max_batch * length <= MAX_CONTEXT_TOKENS,
+            f"max_batch is {self.max_batch} with max_input_len {length}: {self.max_batch * length:,} prompt tokens in "
+            f"one call; ReplayCausalConv takes at most {MAX_CONTEXT_TOKENS:,}: give max_input_len "
+            f"{MAX_CONTEXT_TOKENS // self.max_batch} or less (longer prompts run in pieces) or a smaller max_batch",
+        )
         return ProfileLimits(
             max_batch=self.max_batch,
-            max_input_len=min(self.max_input_len, positions),
+            max_input_len=length,
             max_positions=positions,
             slots=self.max_batch,
             spec_len=self.spec_len,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from .. import __version__
 from ..errors import ReplayError
@@ -28,16 +27,9 @@ COMMANDS = {
 TORCH_EXTRA = ("torch", "safetensors")
 
 
-class _Top(Parser):
-    """The parser without a command: says which there are."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(f"{message}; see {PROG} --help")
-
-
 def build_parser(command: str | None) -> Parser:
     """The whole parser, with the options of ``command`` alone filled in."""
-    parser = _Top(prog=PROG, description="ReplaySSM decoding for hybrid (attention + state-space) models.")
+    parser = Parser(prog=PROG, description="ReplaySSM decoding for hybrid (attention + state-space) models.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, (module, text) in COMMANDS.items():
@@ -53,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in arguments if not a.startswith("-")), None)
     try:
-        args = build_parser(command).parse_args(arguments)
+        args, surplus = build_parser(command).parse_known_args(arguments)
+        if surplus:
+            raise ReplayError(_surplus_message(args.command, surplus))
         code = int(importlib.import_module(COMMANDS[args.command][0]).main(args))
         sys.stdout.flush()
         return code
@@ -75,6 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         report_error(f"out of memory; use a smaller --max-batch or another --device ({error})")
     return EXIT_BAD_INPUT
+
+
+def _surplus_message(command: str, surplus: Sequence[str]) -> str:
+    prompt = command == "run" and (surplus[0] == "-" or not surplus[0].startswith("-"))
+    hint = " (a prompt is given as --prompt TEXT, or on stdin without it)" if prompt else ""
+    return f"unrecognized arguments: {' '.join(surplus)}{hint}; see {PROG} {command} --help"
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -36,6 +36,11 @@ def report_error(message: str) -> None:
     print(f"{PROG}: error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
+def report_note(message: str) -> None:
+    """One line on stderr about what was done, where something else may have been expected."""
+    print(f"{PROG}: note: {one_line(message)}", file=sys.stderr, flush=True)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line; options cannot be abbreviated."""
 
@@ -44,8 +49,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Report ``message`` and exit with code 2."""
-        report_error(message)
+        """Report ``message`` and the command that shows the options, and exit with code 2."""
+        report_error(f"{message}; see {self.prog} --help")
         sys.exit(EXIT_BAD_INPUT)
 
 

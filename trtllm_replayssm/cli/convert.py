@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import print_json, progress
+from .common import print_json, progress, report_note
 
 AUTO = "auto"
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
@@ -30,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``convert``. Returns 0. Raises ReplayError for bad input; OUT_DIR is then not there."""
     from ..models.checkpoint import convert
-    from ..models.hf import read_hf_config
 
-    dtype = read_hf_config(args.hf_dir).dtype if args.dtype == AUTO else args.dtype
+    dtype = _published(args.hf_dir) if args.dtype == AUTO else args.dtype
     with progress("converting") as update:
         summary = convert(args.hf_dir, args.out_dir, dtype=dtype, overwrite=args.overwrite, progress=update)
     if args.json:
@@ -40,6 +39,17 @@ def main(args: argparse.Namespace) -> int:
     else:
         print(render(args.out_dir, summary))
     return 0
+
+
+def _published(hf_dir: str) -> str:
+    """The dtype that ``auto`` means. A line on stderr where it is not the one that config.json names."""
+    from ..models.hf import published_dtype, read_hf_config
+
+    dtype, named = read_hf_config(hf_dir).dtype, published_dtype(hf_dir)
+    if named != dtype:
+        found = f"dtype {named}, which is none of {', '.join(DTYPES[1:])}" if named else "no dtype"
+        report_note(f"config.json names {found}: the weights become {dtype}; --dtype takes another")
+    return dtype
 
 
 def render(out_dir: str, summary: dict[str, Any]) -> str:

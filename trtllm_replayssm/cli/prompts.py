@@ -23,16 +23,14 @@ def collect(arguments: Sequence[str], files: Sequence[str]) -> list[str]:
         ReplayError: no prompt, an empty one, or a file that cannot be read.
     """
     prompts = list(arguments)
+    for i, prompt in enumerate(prompts):
+        require(prompt != "", f"prompt {i} is empty; --prompt must have at least one character")
     for name in files:
         prompts += from_file(name)
     if not arguments and not files:
         given = sys.stdin is not None and not sys.stdin.isatty()
         require(given, "no prompt; give --prompt, --prompt-file or text on stdin")
         prompts.append(_stdin())
-    for i, prompt in enumerate(prompts):
-        require(
-            prompt != "", f"prompt {i} is empty; it must have at least one character (--prompt, --prompt-file or stdin)"
-        )
     return prompts
 
 
@@ -41,10 +39,11 @@ def from_file(name: str) -> list[str]:
     if name == "-":
         return [_stdin()]
     text = _decoded(read_bytes(Path(name)), name)
+    require(text != "", f"{name} is empty; it must hold a prompt")
     if not name.endswith(".jsonl"):
         return [text]
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    require(len(lines) > 0, f"{name} is empty; it must have one prompt per line")
+    require(len(lines) > 0, f"{name} has no prompt; it must have one per line")
     return [_from_json(line, f"{name} line {number}") for number, line in lines]
 
 
@@ -66,13 +65,16 @@ def _from_json(line: str, where: str) -> str:
     value = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(value, str):
         raise ReplayError(f'{where} has no prompt; a line is text in quotes, or an object with "prompt"')
+    require(value != "", f"{where} is an empty prompt; it must have at least one character")
     return value
 
 
 def _stdin() -> str:
     require(sys.stdin is not None, "stdin is closed; give --prompt or --prompt-file with a file")
     stream = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if stream is None else _decoded(stream.read(), "stdin")
+    text = sys.stdin.read() if stream is None else _decoded(stream.read(), "stdin")
+    require(text != "", "the prompt on stdin is empty; write it there, or give --prompt TEXT or --prompt-file FILE")
+    return text
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -214,5 +214,11 @@ def render(report: Mapping[str, Any]) -> str:
     if todo:
         rows = [(name, command) for command, name in todo.items()]
         sections.append("what to do about the rest\n" + align(rows, left=2))
-    sections.append("the core works" if report["core_works"] else "the core does not work: see the first capability")
-    return "\n\n".join(sections)
+    return "\n\n".join([*sections, verdict(report)])
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """The last line: what failed where :func:`main` returns 1, else that the core works."""
+    failed = [] if report["core_works"] else ["the core does not work: see the first capability"]
+    failed += [f"engine {row['name']} does not run here" for row in report["engines"] if not row["runs"]]
+    return "; ".join(failed) or "the core works" + (", and every engine runs" if report["engines"] else "")

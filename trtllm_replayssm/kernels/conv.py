@@ -16,7 +16,8 @@ from .mamba2 import on_gpu
 
 
 def conv_spec(pool: StatePool) -> ConvSpec:
-    """The pool's ConvSpec. Raises ReplayError for a recurrent pool."""
+    """The pool's ConvSpec. Raises ReplayError for what is no pool, or a recurrent one."""
+    tensors.require_pool(pool)
     spec = pool.layout.spec
     if not isinstance(spec, ConvSpec):
         raise ReplayError(f"pool holds {spec.kind}; this operation needs a pool with a ConvLayout")

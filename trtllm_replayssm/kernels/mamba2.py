@@ -31,6 +31,7 @@ DEFAULT_TUNING = StepTuning()
 
 def on_gpu(pool: StatePool) -> bool:
     """Whether the library takes this pool: CUDA memory, and not the float64 that only the reference has."""
+    tensors.require_pool(pool)
     return pool.memory.is_cuda and pool.layout.spec.act_dtype != "float64"
 
 
@@ -68,8 +69,9 @@ def mamba2_step(
         pool: slots of a mamba2 spec. slots: int32 or int64 [rows], no slot twice.
         x, z: act_dtype [rows, T, H, P], 1 <= T <= spec_len. B, C: act_dtype [rows, T, G, N]. Rows that are not dense
             or do not begin on 16 bytes are copied first.
-        dt: fp32, bf16 or fp16 [rows, T, H], before bias and softplus. A: [H], negative; other dtypes than fp32 are
-            converted first. dt_bias: [H]. D: [H] or [H, P].
+        dt: fp32, bf16 or fp16 [rows, T, H], before bias and softplus. dt_bias: [H]. D: [H] or [H, P].
+        A: [H], 0 or negative and finite; other dtypes than fp32 are converted first. Values are looked at for CPU pools
+            alone, a GPU's would have to be waited for (kernels compute what the formula says for any A).
         accepted: int32 or int64 [rows]: how many of the previous step's tokens stay; -1 (None: all rows) means all.
         out: act_dtype [rows, T, H, P] for the result.
 

@@ -26,7 +26,7 @@ def materialize(
         src, dst: int32 or int64 [n]. dst names no slot twice and no slot that another entry reads; src[i] = dst[i] is
             allowed. An entry with a slot outside the pool is skipped.
         count: int32 or int64 [n]; committed rows come first, then pending ones. -1: all rows; others are clamped.
-        A: [H], needed for a mamba2 pool and refused for the others.
+        A: [H], needed for a mamba2 pool and refused for the others; its values as in mamba2_step.
 
     Raises:
         ReplayError: a shape, dtype or device that is not allowed, or no library. RuntimeError: CUDA refused.
@@ -77,7 +77,8 @@ def reset(pool: StatePool, slots: torch.Tensor) -> None:
 
 
 def recurrent_spec(pool: StatePool) -> RecurrenceSpec:
-    """The pool's RecurrenceSpec. Raises ReplayError for a convolution's pool."""
+    """The pool's RecurrenceSpec. Raises ReplayError for what is no pool, or one of a convolution."""
+    tensors.require_pool(pool)
     spec = pool.layout.spec
     if not isinstance(spec, RecurrenceSpec):
         raise ReplayError("pool holds a convolution; this operation needs a recurrent pool")

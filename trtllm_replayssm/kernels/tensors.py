@@ -98,6 +98,11 @@ def flags_pointer(name: str, flags: torch.Tensor | None, count: int, device: tor
     return ctypes.cast(flags.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
 
 
+def require_pool(pool: object) -> None:
+    """Raise ReplayError unless ``pool`` is a StatePool."""
+    require(isinstance(pool, StatePool), f"pool is {type(pool).__name__}; it must be a StatePool")
+
+
 def pool_struct(pool: StatePool) -> abi.CPool:
     """C view of a pool."""
     return abi.CPool(pool.memory.data_ptr(), pool.memory.stride(0), pool.slots)

@@ -29,7 +29,7 @@ from ..trtllm import budget
 from .config import ATTENTION, MODEL_DTYPES, HybridConfig
 from .decoder import keeps_float32, weight_shapes
 from .fields import read_json
-from .hf import CONFIG_FILE, GENERATION_FILE, HFWeights, read_hf_config
+from .hf import CONFIG_FILE, GENERATION_FILE, HF_DIRECTORY, HFWeights, read_hf_config
 from .weight_files import WeightFiles, write_tensors
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def convert(
     """
     require_choice("dtype", dtype, MODEL_DTYPES)
     source, target = Path(hf_dir), Path(out_dir).absolute()
-    require(os.path.isdir(source), f"{source} is not a directory")
+    require(os.path.isdir(source), f"{source} is not a directory{HF_DIRECTORY}")
     what = "a checkpoint directory of this package"
     check_target(target, overwrite=overwrite, is_ours=is_checkpoint_directory, what=what, inputs=[source])
     config = dataclasses.replace(read_hf_config(source), dtype=dtype)
@@ -186,7 +186,7 @@ def read_checkpoint(directory: str | Path) -> tuple[HybridConfig, int]:
     """
     path = Path(directory)
     file = path / CONFIG_FILE
-    require(os.path.isdir(path), f"{path} is not a directory")
+    require(os.path.isdir(path), f"{path} is not a directory; give one that `trtllm-replayssm convert` made")
     require(os.path.isfile(file), f"{path} has no {CONFIG_FILE}")
     data = read_json(file)
     refuse_engine(path, data, "the checkpoint that it was built from")

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+#: How errors say what is wanted.
+HF_DIRECTORY = "; give one that holds a downloaded Hugging Face checkpoint"
 #: model_type -> (family, whether all its MLPs are mixtures of experts).
 MODEL_TYPES = {
     "nemotron_h": ("nemotron_h", False),
@@ -73,7 +75,7 @@ def read_hf_config(directory: str | Path, *, allow_moe: bool = False) -> HybridC
     """
     path = Path(directory)
     file = path / CONFIG_FILE
-    require(os.path.isdir(path), f"{path} is not a directory")
+    require(os.path.isdir(path), f"{path} is not a directory{HF_DIRECTORY}")
     require(os.path.isfile(file), f"{path} has no {CONFIG_FILE}")
     outer = Fields(read_json(file), str(file))
     refuse_engine(path, outer.data, "the Hugging Face directory that its checkpoint was converted from")
@@ -118,13 +120,28 @@ def _family(fields: Fields) -> tuple[str, bool]:
     return MODEL_TYPES[model_type]
 
 
+def published_dtype(directory: str | Path) -> str:
+    """The dtype that the config.json of a checkpoint names, whether decoding uses it or not; "" where it names none.
+
+    Raises:
+        ReplayError: config.json missing or not JSON.
+    """
+    file = Path(directory) / CONFIG_FILE
+    outer = Fields(read_json(file), str(file))
+    text = outer.get("text_config", None)
+    return _named_dtype(Fields(text, str(file)) if isinstance(text, dict) else outer, outer)
+
+
+def _named_dtype(inner: Fields, outer: Fields) -> str:
+    """The first dtype named that decoding uses; where there is none the first that is named, or ""."""
+    names = [str(fields.get(("dtype", "torch_dtype"), "")).removeprefix("torch.") for fields in (inner, outer)]
+    return next((name for name in names if name in MODEL_DTYPES), names[0] or names[1])
+
+
 def _dtype(inner: Fields, outer: Fields) -> str:
     """The published dtype; bfloat16 where the config names none or one that decoding does not use."""
-    for fields in (inner, outer):
-        name = str(fields.get(("dtype", "torch_dtype"), "")).removeprefix("torch.")
-        if name in MODEL_DTYPES:
-            return name
-    return "bfloat16"
+    name = _named_dtype(inner, outer)
+    return name if name in MODEL_DTYPES else "bfloat16"
 
 
 def _special_tokens(directory: Path, inner: Fields, outer: Fields) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +124,16 @@ def step_tokens(spec: RecurrenceSpec | ConvSpec, name: str, value: object, rank:
     return tokens
 
 
+def decay_rates(pool: StatePool, spec: RecurrenceSpec, A: object) -> torch.Tensor:
+    """``A`` after its checks: [H], no rate positive, infinite or NaN. Values on a GPU are not waited for."""
+    rates = expect(pool, "A", A, None, H=spec.nheads)
+    if rates.device.type == "cpu":
+        low, high = (float(end) for end in torch.aminmax(rates.detach().double()))
+        bad = high if not high <= 0 else low
+        require(-math.inf < bad <= 0, f"A holds {bad:g}; every rate must be finite and 0 or negative: A = -exp(A_log)")
+    return rates
+
+
 def check_mamba2_inputs(
     pool: StatePool,
     spec: RecurrenceSpec,
@@ -140,7 +151,7 @@ def check_mamba2_inputs(
     H, G, P, N = spec.nheads, spec.ngroups, spec.headdim, spec.dstate
     expect(pool, "x", x, spec.act_dtype, **lead, H=H, P=P)
     expect(pool, "dt", dt, None, **lead, H=H)
-    expect(pool, "A", A, None, H=H)
+    decay_rates(pool, spec, A)
     for name, value in (("B", B), ("C", C)):
         expect(pool, name, value, spec.act_dtype, **lead, G=G, N=N)
     if z is not None:

@@ -7,7 +7,7 @@ import torch
 from ..errors import ReplayError, require
 from ..pool import StatePool
 from ..spec import KINDS, MAMBA2
-from .checks import Rows, compute_dtype, expect, integers, live_rows, recurrent_spec
+from .checks import Rows, compute_dtype, decay_rates, integers, live_rows, recurrent_spec
 from .gated_delta import fold_gated_delta
 from .mamba2 import fold_mamba2
 from .slots import accepted_tokens, empty_cursor, load_cursor, load_state, store_cursor, store_state
@@ -36,15 +36,16 @@ def materialize(
         src, dst: int [n]. dst names no slot twice and no slot that another entry reads; src[i] = dst[i] is allowed and
             src may repeat. An entry with a negative src or dst is skipped.
         count: int [n]; committed rows come first, then pending ones. -1: all rows; others are clamped to what there is.
-        A: [H], needed for a mamba2 pool (its ring holds dt, not the decay) and refused for the others.
+        A: [H], needed for a mamba2 pool (its ring holds dt, not the decay) and refused for the others; its values as
+            in mamba2_step.
 
     Raises:
-        ReplayError: a shape, dtype or slot that is not allowed.
+        ReplayError: a shape, dtype or slot, or an A, that is not allowed.
     """
     spec = recurrent_spec(pool, *KINDS)
     if spec.kind == MAMBA2:
         require(A is not None, f"A is None; materialize of a mamba2 pool needs A [H={spec.nheads}]")
-        A = expect(pool, "A", A, None, H=spec.nheads).to(compute_dtype(spec))
+        A = decay_rates(pool, spec, A).to(compute_dtype(spec))
     else:
         require(A is None, f"A is given for a {spec.kind} pool; its ring holds the decay, only {MAMBA2} takes A")
     source, target = copy_slots(pool, src, dst)

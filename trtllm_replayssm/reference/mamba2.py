@@ -53,14 +53,15 @@ def mamba2_step(
     Args:
         pool: slots of a mamba2 spec. slots: int [rows]; negative is padding, no slot twice.
         x, z: act_dtype [rows, T, H, P], 1 <= T <= spec_len. B, C: act_dtype [rows, T, G, N].
-        dt: floating [rows, T, H], before bias and softplus. A: [H], negative. dt_bias: [H]. D: [H] or [H, P].
+        dt: floating [rows, T, H], before bias and softplus. dt_bias: [H]. D: [H] or [H, P].
+        A: [H], 0 or negative and finite; values on a GPU are not looked at.
         accepted: int [rows]: how many of the previous step's tokens stay; -1, and None for all rows, means all.
 
     Returns:
         y, act_dtype [rows, T, H, P]; zeros in padding rows.
 
     Raises:
-        ReplayError: a shape, dtype, device or slot that is not allowed.
+        ReplayError: a shape, dtype, device or slot that is not allowed, or a positive, infinite or NaN A on the CPU.
     """
     # 0. Check; keep the live rows; convert to the compute type.
     spec = recurrent_spec(pool, MAMBA2)

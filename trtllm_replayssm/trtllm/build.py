@@ -25,7 +25,7 @@ from ..models.checkpoint import TEXT_FILES, WEIGHTS_FILE, read_checkpoint
 from ..models.config import HybridConfig
 from ..spec import MAX_WINDOW, require_bool, require_choice, require_int
 from . import budget, requirement
-from .network_ops import require_supported
+from .network_ops import require_call_sizes, require_supported
 
 _LIMIT = 1 << 24
 
@@ -57,8 +57,8 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if self.window is not None:
             require_int("window", self.window, 1, MAX_WINDOW)
-        for name in ("max_batch_size", "max_input_len", "max_num_tokens"):
-            require_int(name, getattr(self, name), 1, _LIMIT)
+        require_int("max_input_len", self.max_input_len, 1, _LIMIT)
+        require_call_sizes(self.max_batch_size, self.max_num_tokens)
         if self.max_seq_len is not None:
             require_int("max_seq_len", self.max_seq_len, self.max_input_len, _LIMIT, " (max_input_len or more)")
         require_choice("gemm_plugin", self.gemm_plugin, ("auto", "none"))

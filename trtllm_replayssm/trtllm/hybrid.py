@@ -20,7 +20,7 @@ from ..models.config import RECURRENT_KINDS, HybridConfig
 from ..models.decoder import EMBEDDING, HybridDecoder, keeps_float32, weight_shapes
 from . import budget, requirement
 from .functional import Rows
-from .network_ops import NetworkInputs, TrtllmOps, require_supported
+from .network_ops import NetworkInputs, TrtllmOps, require_call_sizes, require_supported
 
 _PretrainedModel: Any = requirement.module("models.modeling_utils").PretrainedModel
 _functional = requirement.module("functional")
@@ -120,7 +120,7 @@ class ReplayHybridForCausalLM(_PretrainedModel):
         """Declare the network inputs; the arguments of :meth:`forward`.
 
         Raises:
-            ReplayError: an option that the module docstring rules out.
+            ReplayError: an option that the module docstring rules out, or more rows or tokens than the plugins take.
         """
         refused = {
             "max_beam_width": max_beam_width != 1,
@@ -133,6 +133,7 @@ class ReplayHybridForCausalLM(_PretrainedModel):
         wrong = [name for name, bad in refused.items() if bad]
         require(not wrong, f"{', '.join(wrong)}: ReplayHybridForCausalLM does not have that")
         require(use_cache, "kv_cache_type is disabled; ReplayHybridForCausalLM decodes and needs paged")
+        require_call_sizes(max_batch_size, max_num_tokens)
         flags = _checked_plugin_config(bool(self.hybrid.attention_layers))
         self.gather_context_logits = bool(gather_context_logits)
         profiles, ranges = self.get_profiles_ranges(

@@ -17,8 +17,8 @@ from ..errors import ReplayError, require
 from ..models.config import HybridConfig
 from ..models.decoder import EMBEDDING, weight_shapes
 from ..ops.base import Ops
-from ..plugins import VECTOR_INPUTS
-from ..spec import KIMI_DELTA, MAMBA2, ConvSpec, RecurrenceSpec, require_choice
+from ..plugins import MAX_CONTEXT_TOKENS, MAX_ROWS, VECTOR_INPUTS
+from ..spec import KIMI_DELTA, MAMBA2, ConvSpec, RecurrenceSpec, require_choice, require_int
 from . import functional as replay
 from . import requirement
 from .budget import PoolShape
@@ -286,6 +286,13 @@ class TrtllmOps(Ops[Any]):
         if all(x.tensor is first.tensor and x.offset == start for x, start in zip(plain, starts, strict=True)):
             return self.tensor(dataclasses.replace(first, size=total))
         return self.f.concat([self.tensor(x) for x in plain], dim=1)
+
+
+def require_call_sizes(max_batch_size: int, max_num_tokens: int) -> None:
+    """Raise ReplayError for an engine whose calls would have more rows or tokens than the plugins take."""
+    require_int("max_batch_size", max_batch_size, 1, MAX_ROWS, " (rows that a plugin takes)")
+    why = " (prompt tokens that ReplayCausalConv takes in one call)"
+    require_int("max_num_tokens", max_num_tokens, 1, MAX_CONTEXT_TOKENS, why)
 
 
 def require_supported(config: HybridConfig) -> None:
