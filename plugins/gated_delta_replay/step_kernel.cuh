@@ -82,9 +82,7 @@ struct ItemState {
     __device__ __forceinline__ void copy(char* buffer, uint64_t* barrier, int item, bool read_once) const {
         char *const target = buffer + copied_part, *const source = base + item * item_bytes + copied_part;
         // Measured: states that are only read, next to many tokens, are better left where they are in the L2.
-        const CopyUse use = !read_once ? CopyUse::kWrittenBack
-            : Traits::kTensor          ? CopyUse::kPlain
-                                       : CopyUse::kReadOnce;
+        const CopyUse use = !read_once ? CopyUse::kWrittenBack : Traits::kTensor ? CopyUse::kPlain : CopyUse::kReadOnce;
         if constexpr (Traits::kOwnWarps) {
             copy_warp_block(target, source, copied_bytes, barrier, copy_policy(use));
         } else {

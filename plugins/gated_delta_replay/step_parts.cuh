@@ -177,7 +177,6 @@ struct HeadGates {
         if (!channels) ring_g[i] = ring[row];
         if (block.plan.flush) ring_beta[i] = betas[row];
     }
-
 };
 
 //! GDN, one token: where those numbers are, worked out before they may be read.

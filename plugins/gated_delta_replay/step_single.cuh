@@ -30,7 +30,7 @@ struct SlotView {
 template <class Traits>
 struct SingleStep {
     using act_t = typename Traits::act_t;
-    using Bits = Pack<uint32_t, 2>; // four elements
+    using Bits = Pack<uint32_t, 2>;   // four elements
     static constexpr int kPieces = 4; // of 32 elements of a key
     static constexpr int kRowBytes = 256;
     static_assert(std::is_same_v<act_t, __nv_bfloat16> && Traits::kDstate == 128, "keys as first operands");
@@ -91,9 +91,9 @@ struct SingleStep {
             return false;
         if (!multiplies()) return true;
         const char* const rows = fetch.slot +
-            (b.warp() == 1   ? p.pool.ring_k + b.group * p.pool.ring_rows * kRowBytes
-                : plan.flush ? p.pool.ring_v + fetch.head * p.pool.ring_rows * kRowBytes
-                             : p.pool.ring_d + fetch.head * p.pool.ring_rows * kRowBytes);
+            (b.warp() == 1       ? p.pool.ring_k + b.group * p.pool.ring_rows * kRowBytes
+                    : plan.flush ? p.pool.ring_v + fetch.head * p.pool.ring_rows * kRowBytes
+                                 : p.pool.ring_d + fetch.head * p.pool.ring_rows * kRowBytes);
         const int before_end = min(plan.committed, p.pool.ring_rows - plan.origin);
         if (b.lane() == 0) prefetch_block(rows + plan.origin * kRowBytes, before_end * kRowBytes);
         if (b.lane() == 1) prefetch_block(rows, (plan.committed - before_end) * kRowBytes);
@@ -209,13 +209,14 @@ struct SingleStep {
         for (int i = 0; i < 2; ++i) {
             const int j = number(tile, i);
             if (j < b.plan.committed)
-                dots[j] = make_float2((sums[0][2 * i] + sums[1][2 * i]) * rnorm[i],
-                    (sums[0][2 * i + 1] + sums[1][2 * i + 1]) * rnorm[i]);
+                dots[j] = make_float2(
+                    (sums[0][2 * i] + sums[1][2 * i]) * rnorm[i], (sums[0][2 * i + 1] + sums[1][2 * i + 1]) * rnorm[i]);
         }
     }
 
     static __device__ __forceinline__ RowPieces<1> pieces(const Bits& bits) {
-        return {{{low_bf16(bits.value[0]), high_bf16(bits.value[0]), low_bf16(bits.value[1]), high_bf16(bits.value[1])}}};
+        return {
+            {{low_bf16(bits.value[0]), high_bf16(bits.value[0]), low_bf16(bits.value[1]), high_bf16(bits.value[1])}}};
     }
 
     //! By warp 0: the token's key and query for products with the state, their norms, k to the ring.
@@ -226,7 +227,8 @@ struct SingleStep {
         query.store(vectors + Traits::kDstate, Traits::kDstate);
         const int at = b.append_row(p.pool, 0);
         if (b.first_of_group)
-            store_pack(b.region<char>(p.pool.ring_k) + ((b.group * p.pool.ring_rows + at) * kRowBytes + b.lane() * 8), k);
+            store_pack(
+                b.region<char>(p.pool.ring_k) + ((b.group * p.pool.ring_rows + at) * kRowBytes + b.lane() * 8), k);
         float sum[3] = {key.dot_part(key), query.dot_part(query), key.dot_part(query)};
         warp_sums(sum);
         const float k_norm = inverse_norm(sum[0], p.shape.qk_l2norm);
@@ -355,8 +357,7 @@ __global__ void __maxnreg__((Traits::kRegisters))
         if (weigher.has_head()) gates.load(weigher.gates, p, b, weigher.head(b), Traits::kScaledState);
         if (step.multiplies() && step.first_tile() < step.tiles()) step.load_ring();
         start_rows<Traits>(p, smem, b, b.first_item, 0);
-        ItemState<Traits>(p, b).copy(
-            smem + p.shared.state, barrier, b.first_item, p.shape.window > 1 && !b.plan.flush);
+        ItemState<Traits>(p, b).copy(smem + p.shared.state, barrier, b.first_item, p.shape.window > 1 && !b.plan.flush);
         if (certain || now == view) break;
         wait_for_own_copies();
         WarpCopyBarrier::wait(barrier, fills++);
