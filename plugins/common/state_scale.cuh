@@ -14,12 +14,11 @@ namespace replayssm {
 constexpr double kLeastScale = 1.0 / 65536.0;
 constexpr double kMostScale = 65536.0;
 
-//! One row of a fold, in the order of its use: elements times `renew` (1: nothing to do), then what is added to them is
-//! multiplied by `inverse`, and what they are worth by `scale`.
+//! One row of a fold: elements times `renew` (1: nothing to do); with what is added then they are worth `scale` times as
+//! much.
 struct ScaleStep {
     float renew;
     float scale;
-    float inverse;
 };
 
 //! The scale behind one row, if it stays in range.
@@ -41,8 +40,7 @@ __device__ __forceinline__ ScaleStep advance_scale(double& scale, float decay) {
     const double next = next_scale(scale, decay);
     const bool stays = scale_stays(next);
     scale = stays ? next : 1.0;
-    const float rounded = static_cast<float>(scale);
-    return {stays ? 1.0f : static_cast<float>(next), rounded, __frcp_rn(rounded)};
+    return {stays ? 1.0f : static_cast<float>(next), static_cast<float>(scale)};
 }
 
 } // namespace replayssm

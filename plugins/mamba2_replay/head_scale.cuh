@@ -16,10 +16,17 @@ __device__ __forceinline__ auto* state_scales(Char* slot, const Mamba2Slots& poo
     return reinterpret_cast<Double*>(slot + pool.state_scale) + head * kCursorCopies;
 }
 
+//! What a row of a fold needs: its ScaleStep, and 1 / scale, which multiplies what is added.
+struct RowScale {
+    float renew;
+    float scale;
+    float inverse;
+};
+
 //! By a warp: moves `scale` past 1 to 32 rows; lane j has the decay of row j, 1 where there is none. Returns what lane j's
 //! row needs, as advance_scale would for one row after another (behind the rows: nothing to do, and the last scale).
 //! end: the next row that renews, or count. Mostly no row renews: then that is one chain of products.
-__device__ __forceinline__ ScaleStep advance_rows(double& scale, float decay, int count, int& end) {
+__device__ __forceinline__ RowScale advance_rows(double& scale, float decay, int count, int& end) {
     const int lane = threadIdx.x & (kWarp - 1);
     double own = scale; // behind the lane's row
     float renew = 1.0f;

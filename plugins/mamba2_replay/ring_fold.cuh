@@ -20,7 +20,7 @@ struct alignas(16) BatchRow {
 //! By the block's first warp: lane j has decay and dt of row j < count, behind them 1 and 0. Moves `scale` past the rows.
 __device__ __forceinline__ void put_batch_rows(BatchRow* rows, double& scale, float decay, float dt, int count) {
     int end;
-    const ScaleStep step = advance_rows(scale, decay, count, end);
+    const RowScale step = advance_rows(scale, decay, count, end);
     if (static_cast<int>(threadIdx.x) < count)
         rows[threadIdx.x] = {step.renew, __fmul_rn(dt, step.inverse), step.scale};
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_state(
         const int at = ring_row(cursor.origin, j, p.pool.ring_rows);
         const float dt = ring_dt[at];
         const ScaleStep step = advance_scale(scale, decay_of(A, dt));
-        const float input = __fmul_rn(dt, step.inverse);
+        const float input = __fmul_rn(dt, __frcp_rn(step.scale));
         const float upper = __fmul_rn(input, to_float(ring_x[at * P])),
                     lower = __fmul_rn(input, to_float(ring_x[at * P + 8]));
         multiply(step.renew);

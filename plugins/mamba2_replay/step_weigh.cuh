@@ -73,7 +73,7 @@ __device__ __forceinline__ float weigh_fold(
         if (count <= 0) continue;
         int end;
         const float dt = scalars.ring_dt[i]; // 0 in dead lanes: decay 1
-        const ScaleStep step = advance_rows(scale, decay_of(scalars.A, dt), count, end);
+        const RowScale step = advance_rows(scale, decay_of(scalars.A, dt), count, end);
         if (lane < count) rows[first + lane] = {step.renew, __fmul_rn(dt, step.inverse), first + end};
     }
     if constexpr (kScaled) {

@@ -309,15 +309,14 @@ def test_a_scale_does_not_drift(use, built):
         ("scan_kernel.cuh", "scale = BlockScale(load_scale<state_t>(p.pool, slot, head, quarter));", ""),
         ("ring_fold.cuh", "tile.multiply(scale.rounded);\n    scale = BlockScale();", ""),
         ("ring_fold.cuh", "tile.multiply(row.renew);", ""),
-        ("state_scale.cuh", "rounded, __frcp_rn(rounded)", "rounded, __frcp_rn(static_cast<float>(next))"),
+        ("head_scale.cuh", "rounded, __frcp_rn(rounded)", "rounded, __frcp_rn(static_cast<float>(scale))"),
     ],
     ids=["renewal", "outputs", "initial-scale", "end-of-a-16-bit-fold", "renewal-of-the-ring", "inverse"],
 )
 def test_teeth_of_the_exact_scan(use, built, header, old, new):
     """A scan with one mistake leaves other bits than a scan without, or other outputs."""
-    folder = "mamba2_replay" if header != "state_scale.cuh" else "common"
     results = []
-    for path in (built.folder / "mamba2.so", built.corrupted_scan(folder, header, old, new)):
+    for path in (built.folder / "mamba2.so", built.corrupted_scan("mamba2_replay", header, old, new)):
         use(path)
         for state_dtype, decays in (("float32", "usual"), ("float32", "wild"), ("bfloat16", "usual")):
             spec = spec_of(state_dtype=state_dtype, act_dtype="float32", window=30, stagger=False)
