@@ -54,7 +54,8 @@ def test_scan_of_packed_prompts(shape, state, act):
             continue
         start = rollout.state[i] if resume[i] else torch.zeros_like(rollout.state[i])
         want, final = recurrence(spec, {n: v[first:last] for n, v in tokens.items()}, rollout.params, start)
-        scale = {"float32": 1.0, "bfloat16": 48.0, "float16": 2.0}[state]
+        # All fp32: one element, with terms of 130 times the absolute sum that the bound measures by, is 42 eps off.
+        scale = {"float32": 2.0 if act == "float32" else 1.0, "bfloat16": 48.0, "float16": 2.0}[state]
         if length:
             assert_close(y[first:last], want, act, scale=scale)
         if resume[i] or length:
