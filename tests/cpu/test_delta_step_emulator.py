@@ -219,6 +219,109 @@ def test_what_is_read_too_early_decides_nothing(emulated, monkeypatch, kind, spe
         assert torch.equal(one, other)
 
 
+def guessed(spec: RecurrenceSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and the pool's bytes of steps with rejection, padding between rows and slots far past the pool."""
+    inputs, rng = make_inputs(spec, 5, 14, seed=8), torch.Generator().manual_seed(4)
+    pool = StatePool.allocate(SlotLayout(spec), 7)
+    slots = torch.tensor([5, -1, 0, 2**32 if dtype == torch.int64 else 7, 3], dtype=dtype)
+    kernels.reset(pool, slots)
+    counts, outputs = torch.tensor([-1, 0, 1, 2**33 if dtype == torch.int64 else 99, -3]), []
+    for t in range(inputs.length):
+        accepted = counts[torch.randint(0, 5, (5,), generator=rng)].to(dtype)
+        step = inputs.span(t, t + 1) | inputs.params
+        outputs.append(kernels.gated_delta_step(pool, slots, **step, accepted=accepted))
+    return torch.cat(outputs, dim=1), pool.memory
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_single_tokens_behind_wrong_guesses(emulated, monkeypatch, dtype, state_dtype):
+    """Slots, counts or cursors, one or all of them, that were others before the wait, but might have been right."""
+    spec = spec_of("gdn", 6, 2, 128, 128, window=4, state_dtype=state_dtype)
+    o, memory = guessed(spec, dtype)
+    assert o[[0, 2, 4]].abs().amax((1, 2, 3)).all() and not o[[1, 3]].any()
+    for series in ("2", "3", "4"):
+        monkeypatch.setenv("EMULATED_STALE", series)
+        for one, other in zip((o, memory), guessed(spec, dtype), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "sizes, options, tuning",
+    [
+        ((3, 1), {"window": 64}, (3, 0)),
+        ((2, 1), {"window": 64, "state_dtype": "bfloat16"}, (0, 1)),
+        ((4, 2), {"window": 50, "spec_len": 3, "qk_l2norm": False}, (0, 0)),
+    ],
+    ids=str,
+)
+def test_single_tokens_at_every_length_of_the_ring(emulated, sizes, options, tuning):
+    """One step of the kernel at ring lengths around 16, 32 and 48, 64 and behind a fold, from the reference's pool. The
+    ring wraps; its dead rows hold NaN."""
+    spec = spec_of("gdn", *sizes, 128, 128, stagger=False, **options)
+    inputs = make_inputs(spec, 3, spec.window + 3, seed=15, regime="trained")
+    if not spec.qk_l2norm:
+        inputs.tokens["k"] *= spec.dstate**-0.5
+    slots, own = torch.tensor([1, -1, 2], dtype=torch.int32), [1, 2]
+    pool = reset_pool(StatePool.allocate(SlotLayout(spec), 3))
+    pool["cursor"][..., 0] = torch.tensor([0, spec.ring_rows - 7, 20])[:, None, None]
+    pool["state"].copy_(0.1 * torch.randn(pool["state"].shape, generator=torch.Generator().manual_seed(2)))
+    lengths = [0, 1, 8, 9, *(tile + i for tile in (16, 32, 48) for i in range(3)), spec.window, spec.window + 1]
+    for t in range(inputs.length):
+        step = inputs.span(t, t + 1) | inputs.params
+        poison(pool, own)
+        ours = StatePool(pool.layout, pool.memory.clone())
+        want = reference.gated_delta_step(pool, slots, **step)
+        if t not in lengths:
+            continue
+        o = kernels.gated_delta_step(ours, slots, **step, tuning=StepTuning(*tuning))
+        assert_close(o[[0, 2]], want[[0, 2]].double(), "bfloat16", scale=2.0, what=f"output {t}")
+        assert torch.equal(ours["cursor"][own], pool["cursor"][own])
+        compare_pools(ours, pool, own, 1.0)
+        state = [each.checkpoint(torch.tensor(own)) for each in (ours, pool)]
+        assert_close(state[0].float(), state[1].double(), spec.state_dtype, scale=2.0, what=f"state {t}")
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [(0,), (63,), (0, 1, 30, 31, 32, 33, 63), (7, 8), (32,), (31,), ()], ids=str)
+def test_single_tokens_fold_renewals_anywhere(emulated, rows, state_dtype):
+    """64 rows, some of which renew the scale, others in every head: the bits of materialize (16 rows at once)."""
+    spec = spec_of("gdn", 3, 1, 128, 128, window=64, state_dtype=state_dtype)
+    rng = torch.Generator().manual_seed(6)
+    pools = [reset_pool(StatePool.allocate(SlotLayout(spec), 1)) for _ in range(2)]
+    for name in ("state", "ring_k", "ring_v"):
+        pools[0][name].copy_(torch.randn(pools[0][name].shape, generator=rng))
+    pools[0]["ring_k_rnorm"].copy_(1 / pools[0]["ring_k"].float().norm(dim=-1))
+    pools[0]["ring_beta"].copy_(torch.rand(pools[0]["ring_beta"].shape, generator=rng))
+    pools[0]["ring_g"].copy_(torch.rand(pools[0]["ring_g"].shape, generator=rng) * -0.01)
+    pools[0]["cursor"].copy_(torch.tensor([40, 64, 0, 64]))
+    for head in range(3):
+        live = [(40 + (row + head) % 64) % spec.ring_rows for row in rows]
+        pools[0]["ring_g"][0, head, live] = -11.5
+    pools[1].memory.copy_(pools[0].memory)
+    slots, step = torch.tensor([0]), make_inputs(spec, 1, 1)
+    kernels.gated_delta_step(pools[0], slots, **step.span(0, 1), **step.params, tuning=StepTuning(3, 0))
+    kernels.materialize(pools[1], slots, torch.tensor([-1]), slots)
+    assert_same_bits(raw_state(pools[0], slots), raw_state(pools[1], slots))
+
+
+@pytest.mark.parametrize("kind, tokens", [("gdn", 1), ("gdn", 2), ("kda", 1)])
+@pytest.mark.parametrize("name", ["q", "k", "v", "a", "b"])
+def test_tokens_are_read_behind_the_wait(emulated, built, kind, tokens, name):
+    """Half a head, whose guesses are right; a tensor of its tokens is NaN until it waits for the kernels in front."""
+    spec = spec_of(kind, 1, 1, 128, 128, window=3, spec_len=tokens)
+    inputs, slots = make_inputs(spec, 1, 2 * tokens, seed=3), torch.tensor([0])
+    pools = [reset_pool(StatePool.allocate(SlotLayout(spec), 1)) for _ in range(2)]
+    step = {key: value.clone() for key, value in inputs.span(0, tokens).items()}
+    expected = kernels.gated_delta_step(pools[0], slots, **step, **inputs.params)
+    value = step[name].clone()
+    step[name].fill_(float("nan"))
+    front = ctypes.CDLL(str(built.folder / "step.so")).emulated_previous_writes
+    front(*(ctypes.c_void_p(each.data_ptr()) for each in (step[name], value)), ctypes.c_long(value.nbytes))
+    assert torch.equal(kernels.gated_delta_step(pools[1], slots, **step, **inputs.params), expected)
+    assert torch.equal(pools[1].memory, pools[0].memory)
+
+
 def test_what_the_library_refuses(emulated):
     """The checks of the C interface, by name."""
     inputs = make_inputs(spec_of("kda", 4, 2, 128, 128), 2, 3)

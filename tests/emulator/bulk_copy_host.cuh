@@ -10,10 +10,11 @@ class CopyBarrier {
 public:
     static void init(uint64_t* barrier) { *barrier = 0; }
 
-    //! Until fill number `fill` has been made.
+    //! Until fill number `fill` has been made. A GPU has its parity alone: behind the next fill it would wait for ever.
     static void wait(uint64_t* barrier, int fill) {
         while (*static_cast<volatile uint64_t*>(barrier) <= static_cast<uint64_t>(fill))
             emulator::let_others_run();
+        if (*barrier > static_cast<uint64_t>(fill) + 1) emulator::fail("a fill was made before all had seen the last");
     }
 };
 

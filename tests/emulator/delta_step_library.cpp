@@ -1,6 +1,8 @@
 //! What the emulated library of the GDN and KDA kernels has beside the sources of
 //! plugins/: shared memory, and an end for launches of kernels that are not in
-//! it; emulated_blocks(): of the last launch's grid.
+//! it; emulated_blocks(): of the last launch's grid; emulated_previous_writes():
+//! what kernels in front of the next launch write at their end.
+#include "common/async_copy.cuh"
 #include "gated_delta_replay/params.h"
 #include "mamba2_replay/params.h"
 
@@ -15,3 +17,6 @@ void launch_mamba2_materialize(const Mamba2MaterializeParams&, int, int, cudaStr
 } // namespace replayssm
 
 extern "C" int emulated_blocks() { return static_cast<int>(gridDim.x); }
+extern "C" void emulated_previous_writes(void* target, const void* source, long bytes) {
+    replayssm::end_previous_kernels = [=] { std::memcpy(target, source, bytes); };
+}
