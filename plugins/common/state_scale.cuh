@@ -27,14 +27,6 @@ __device__ __forceinline__ double next_scale(double scale, float decay) {
 }
 __device__ __forceinline__ bool scale_stays(double next) { return next >= kLeastScale && next <= kMostScale; }
 
-//! The same scale; what is made of it is made behind this point, so that a wait for its load is one for this point alone.
-__device__ __forceinline__ double awaited_scale(double scale) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("" : "+d"(scale));
-#endif
-    return scale;
-}
-
 //! Moves `scale` past one row.
 __device__ __forceinline__ ScaleStep advance_scale(double& scale, float decay) {
     const double next = next_scale(scale, decay);

@@ -44,15 +44,40 @@ __device__ __forceinline__ void add_ring_rows(const GatedDeltaStepParams& p, con
     }
 }
 
+//! One token: from the lanes' sums of what state and ring hold for key and query of an item's rows to o, d and v. norms:
+//! of those sums; token: beta; kq: kn . qn.
+template <class Traits>
+__device__ __forceinline__ void write_row(float (&part)[Traits::kRows * 2], const GatedDeltaStepParams& p,
+    const char* rows, const DeltaBlock& b, int item, float2 norms, float beta, const float& kq) {
+    using act_t = typename Traits::act_t;
+    using Tile = typename Traits::Tile;
+    constexpr int kSharers = Tile::template sharers<2>();
+    static_assert(Tile::template kept<2>() == 1, "a lane has one total");
+    const int lane = Tile::lane_of(b.thread);
+    Tile::template reduce<2>(part, lane);
+    const float other = __shfl_xor_sync(kFullMask, part[0], kSharers);
+    const bool query = lane & kSharers;
+    const float held = (query ? other : part[0]) * norms.x, read = (query ? part[0] : other) * norms.y;
+    const int own = Tile::first_row(b.thread) + lane / (2 * kSharers);
+    const act_t v = reinterpret_cast<const act_t*>(rows)[own];
+    const float d = beta * (to_float(v) - held);
+    if (lane % kSharers != 0) return;
+    const auto to = ItemOutputs<act_t>::template of<Traits>(p, b, item);
+    if (!query) {
+        to.o[own] = from_float<act_t>(__fmaf_rn(d, kq, read));
+    } else {
+        const int at = b.append_row(p.pool, 0) * Traits::kDstate + own;
+        to.ring_d[at] = stored_d<act_t>(d);
+        to.ring_v[at] = v;
+    }
+}
+
 //! One token of KDA.
 template <class Traits>
 __device__ __forceinline__ void write_output(const typename Traits::Tile& tile, const GatedDeltaStepParams& p,
     const char* smem, const DeltaBlock& b, int item, int rows_buffer, int buffer) {
-    using act_t = typename Traits::act_t;
-    using Tile = typename Traits::Tile;
-    constexpr int kRows = Traits::kRows, kSharers = Tile::template sharers<2>();
-    static_assert(Tile::template kept<2>() == 1, "a lane has one total");
-    const int lane = Tile::lane_of(b.thread);
+    constexpr int kRows = Traits::kRows;
+    const int lane = Traits::Tile::lane_of(b.thread);
     const char* rows = smem + p.shared.rows + rows_buffer * p.shared.rows_cap * p.shared.row_bytes;
     const float2 token = reinterpret_cast<const float2*>(smem + p.shared.token)[buffer];
     const float2* dots = reinterpret_cast<const float2*>(smem + p.shared.dots);
@@ -62,22 +87,7 @@ __device__ __forceinline__ void write_output(const typename Traits::Tile& tile, 
         w[0] = dots[1 + j].x;
         w[1] = dots[1 + j].y;
     });
-    Tile::template reduce<2>(part, lane);
-    const float other = __shfl_xor_sync(kFullMask, part[0], kSharers);
-    const bool query = lane & kSharers;
-    const float held = query ? other : part[0], read = query ? part[0] : other;
-    const int own = Tile::first_row(b.thread) + lane / (2 * kSharers);
-    const act_t v = reinterpret_cast<const act_t*>(rows)[own];
-    const float d = token.x * (to_float(v) - held);
-    if (lane % kSharers != 0) return;
-    const auto to = ItemOutputs<act_t>::template of<Traits>(p, b, item);
-    if (!query) {
-        to.o[own] = from_float<act_t>(__fmaf_rn(d, dots[0].y, read));
-    } else {
-        const int at = b.append_row(p.pool, 0) * (Traits::kTuned ? 128 : p.shape.headdim) + own;
-        to.ring_d[at] = stored_d<act_t>(d);
-        to.ring_v[at] = v;
-    }
+    write_row<Traits>(part, p, rows, b, item, make_float2(1.0f, 1.0f), token.x, dots[0].y);
 }
 
 //! What state and ring hold for the keys and queries of kTokens tokens from t0 on, into shared memory.

@@ -221,22 +221,18 @@ __device__ __forceinline__ float* state_vector(
     return reinterpret_cast<float*>(smem + p.shared.vectors) + (2 * t + u) * b.dstate;
 }
 
-//! By the block, one token: every warp has the token's rows in registers. Barriers: one for KDA with live rows.
+//! By the block, one token of KDA: every warp has the token's rows in registers. Barriers: one where there are live rows.
 template <class Traits>
 __device__ __forceinline__ void prepare_one_token(
     const GatedDeltaStepParams& p, char* smem, const DeltaBlock& b, TokenRows<Traits>& token, RingKeys<Traits>& ring) {
     using Pieces = typename Traits::Pieces;
     float2* dots = reinterpret_cast<float2*>(smem + p.shared.dots);
     const int live = b.plan.committed, step = Traits::kHeldRows * static_cast<int>(blockDim.x / kWarp);
-    const bool channels = Traits::channels(p);
     if (b.thread == 0) dots[0].y = token.kq;
-    Pieces acc; // KDA: g since the row at hand
-    if (channels) {
-        acc = token.g;
-        if (live > 0) {
-            wait_for_own_copies();
-            __syncthreads(); // gates of the ring rows are there
-        }
+    Pieces acc = token.g; // g since the row at hand
+    if (live > 0) {
+        wait_for_own_copies();
+        __syncthreads(); // gates of the ring rows are there
     }
     for (int first = 0; first < live; first += step) {
         if (first > 0) ring.load(p, b, first);
@@ -247,13 +243,11 @@ __device__ __forceinline__ void prepare_one_token(
             multiply_ring<Traits>(p, smem, b, ring, acc, token.k, token.q, dots, first);
         }
     }
-    if (channels && b.plan.flush) gates_to_decays(p, smem, b);
+    if (b.plan.flush) gates_to_decays(p, smem, b);
     if (b.warp() != 0) return;
-    if (channels) {
-        const Pieces decay = acc.exponential();
-        token.k.multiply(decay);
-        token.q.multiply(decay);
-    }
+    const Pieces decay = acc.exponential();
+    token.k.multiply(decay);
+    token.q.multiply(decay);
     token.k.store(state_vector(p, smem, b, 0, 0), b.dstate);
     token.q.store(state_vector(p, smem, b, 0, 1), b.dstate);
 }

@@ -270,10 +270,8 @@ struct SingleStep {
     //! o, d and v of an item.
     __device__ __forceinline__ void write_output(
         const typename Traits::Tile& tile, int item, int rows_buffer, int head) const {
-        using Tile = typename Traits::Tile;
-        constexpr int kRows = Traits::kRows, kSharers = Tile::template sharers<2>();
-        static_assert(Tile::template kept<2>() == 1, "a lane has one total");
-        const int lane = Tile::lane_of(b.thread);
+        constexpr int kRows = Traits::kRows;
+        const int lane = Traits::Tile::lane_of(b.thread);
         const char* rows = smem + p.shared.rows + rows_buffer * p.shared.rows_cap * p.shared.row_bytes;
         const float2 token = reinterpret_cast<const float2*>(smem + p.shared.token)[head];
         const float2 norms = *reinterpret_cast<const float2*>(smem + p.shared.norms);
@@ -289,22 +287,7 @@ struct SingleStep {
             w[0] = decays[1 + j] * dot.x;
             w[1] = decays[1 + j] * dot.y;
         });
-        Tile::template reduce<2>(part, lane);
-        const float other = __shfl_xor_sync(kFullMask, part[0], kSharers);
-        const bool is_query = lane & kSharers;
-        const float held = (is_query ? other : part[0]) * norms.x, read = (is_query ? part[0] : other) * norms.y;
-        const int own = Tile::first_row(b.thread) + lane / (2 * kSharers);
-        const act_t v = reinterpret_cast<const act_t*>(rows)[own];
-        const float d = token.x * (to_float(v) - held);
-        if (lane % kSharers != 0) return;
-        const auto to = ItemOutputs<act_t>::template of<Traits>(p, b, item);
-        if (!is_query) {
-            to.o[own] = from_float<act_t>(__fmaf_rn(d, dots[0].y, read));
-        } else {
-            const int at = b.append_row(p.pool, 0) * 128 + own;
-            to.ring_d[at] = stored_d<act_t>(d);
-            to.ring_v[at] = v;
-        }
+        write_row<Traits>(part, p, rows, b, item, norms, token.x, dots[0].y);
     }
 };
 

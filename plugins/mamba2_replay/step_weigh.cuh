@@ -66,7 +66,7 @@ __device__ __forceinline__ float weigh_fold(
     const Mamba2StepParams& p, char* smem, const StepBlock& b, int k, const HeadScalars& scalars) {
     const int lane = b.thread & (kWarp - 1);
     FoldRow* rows = reinterpret_cast<FoldRow*>(smem + p.shared.fold) + k * (p.shared.rows_cap - b.tokens + 1);
-    double scale = kScaled ? awaited_scale(scalars.scale) : 1.0;
+    double scale = kScaled ? scalars.scale : 1.0;
 #pragma unroll
     for (int i = 0; i < kMaxWindow / kWarp; ++i) {
         const int first = i * kWarp, count = min(b.plan.committed - first, kWarp);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void weigh_rows(const Mamba2StepParams& p, char* smem
     if (b.plan.flush) {
         scale = weigh_fold<kForm, kScaled>(p, smem, b, k, scalars);
     } else if (kScaled) {
-        scale = static_cast<float>(awaited_scale(scalars.scale));
+        scale = static_cast<float>(scalars.scale);
     }
     float behind = 1.0f; // product of the decays of all rows behind this batch of 32
 #pragma unroll
